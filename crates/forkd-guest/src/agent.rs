@@ -112,7 +112,13 @@ impl Agent {
             return rpc::fail(exchange, &Error::new(Code::NotFound, format!("there is nothing at {path}")));
         };
         if exchange.head().method != "POST" {
-            return exchange.respond(405, &[("allow", "POST")], b"");
+            let message = format!("{path} takes POST only");
+            return rpc::refuse(
+                exchange,
+                405,
+                &[("allow", "POST")],
+                &Error::new(Code::Unimplemented, message),
+            );
         }
         let user = |head: &Head| self.user_of(head, head.basic_user());
         let answered = match service {

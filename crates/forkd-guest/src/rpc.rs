@@ -47,8 +47,18 @@ pub(crate) fn watched<Q: DeserializeOwned, A: Serialize>(
 
 /// Answers a unary call with an error.
 pub(crate) fn fail(exchange: &mut Exchange, error: &Error) -> io::Result<()> {
+    refuse(exchange, error.code.http_status(), &[], error)
+}
+
+/// Answers a call with an error, under a status that is not the one of the error's code.
+pub(crate) fn refuse(
+    exchange: &mut Exchange,
+    status: u16,
+    headers: &[(&str, &str)],
+    error: &Error,
+) -> io::Result<()> {
     let body = serde_json::to_vec(error).map_err(io::Error::other)?;
-    exchange.respond(error.code.http_status(), &[("content-type", UNARY_TYPE)], &body)
+    exchange.respond(status, &[&[("content-type", UNARY_TYPE)], headers].concat(), &body)
 }
 
 /// Reads the one message with which a server stream begins.

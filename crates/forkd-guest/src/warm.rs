@@ -101,7 +101,10 @@ impl WarmContext {
     /// Gives the version of numpy, if that was imported.
     fn warm(&self, request: &WarmRequest) -> Result<Option<String>, String> {
         if let Some((cmd, args)) = request.command.split_first() {
-            self.run_command(cmd, args)?;
+            self.run_command(cmd, args, request.until_usable)?;
+        }
+        if request.until_usable {
+            return Ok(None);
         }
         // An image with Python gets its interpreter started even with nothing to import: its start
         // is the first thing a child would otherwise wait for.
@@ -122,9 +125,11 @@ impl WarmContext {
         version.result_json?.as_str().filter(|version| version.len() <= MAX_VERSION).map(String::from)
     }
 
-    fn run_command(&self, cmd: &str, args: &[String]) -> Result<(), String> {
+    fn run_command(&self, cmd: &str, args: &[String], until_usable: bool) -> Result<(), String> {
         let ready = self.ready_file().map_err(|error| format!("{}: {error}", self.run_dir.display()))?;
-        let envs = [("FORKD_READY_FILE".to_string(), ready.to_string_lossy().into_owned())].into();
+        let file = ("FORKD_READY_FILE".to_string(), ready.to_string_lossy().into_owned());
+        let when = until_usable.then(|| ("FORKD_READY_WHEN".to_string(), "usable".to_string()));
+        let envs = [file].into_iter().chain(when).collect();
         let process = ProcessConfig { cmd: cmd.into(), args: args.to_vec(), envs, cwd: None };
         let request = StartRequest { process, stdin: Some(false), ..StartRequest::default() };
         let started = self.processes.start(&request, &self.user, None);

@@ -347,6 +347,11 @@ pub struct WarmRequest {
     /// Statements for the warmed Python interpreter, such as `import numpy`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub python: Option<String>,
+    /// Whether the command counts as warm once clients can use it: a guest that is in use does not wait for what only
+    /// its forks would gain from. The command finds `FORKD_READY_WHEN=usable` in its environment, and the agent starts
+    /// no interpreter.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub until_usable: bool,
 }
 
 /// How far a warm-up is.

@@ -191,6 +191,13 @@ async def raw(sandbox):
     assert ask("/health")[0] == 204
     assert ask("/files?path=hello.txt")[0] == 401
     assert ask("/files?path=hello.txt", **{"X-Access-Token": "wrong"})[0] == 401
+    other = await AsyncSandbox.create(TEMPLATE, timeout=600)
+    foreign = {"X-Access-Token": other._envd_access_token}
+    assert ask("/files?path=hello.txt", **foreign)[0] == 401, "a token is for one sandbox"
+    await other.kill()
+    for path, method in (("/files?path=hello.txt", "DELETE"), ("/process.Process/List", "GET")):
+        status, _, body = ask(path, method, **token)
+        assert status == 405 and json.loads(body)["message"], (status, body)
     packed = gzip.compress(b"packed" * 1000)
     status, _, _ = ask(
         "/files?path=packed",
@@ -272,6 +279,23 @@ async def lists(sandbox):
     assert (await sandbox.get_info()).end_at >= before
     await sandbox.set_timeout(24 * 3600)
     assert ((await sandbox.get_info()).end_at - info.started_at).total_seconds() > 23 * 3600
+    # Two of them, in either order, and those since a time.
+    younger = await AsyncSandbox.create(TEMPLATE, timeout=600, metadata=MARK)
+
+    def listed(**query):
+        metadata = urllib.parse.urlencode({key: urllib.parse.quote(value) for key, value in MARK.items()})
+        query = urllib.parse.urlencode({"metadata": metadata, **query})
+        key = {"X-API-KEY": os.environ["E2B_API_KEY"]}
+        request = urllib.request.Request(f"{os.environ['E2B_API_URL']}/v2/sandboxes?{query}", headers=key)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    both = [sandbox.sandbox_id, younger.sandbox_id]
+    assert [it["sandboxID"] for it in listed(order="asc")] == both
+    assert [it["sandboxID"] for it in listed()] == both[::-1], "the newest is first"
+    since = listed(order="asc")[1]["startedAt"]
+    assert [it["sandboxID"] for it in listed(startedAfter=since)] == both[1:]
+    await younger.kill()
     metrics = await sandbox.get_metrics()
     assert metrics and metrics[-1].mem_total > 1 << 20 and metrics[-1].disk_total > 1 << 20, metrics
 

@@ -80,6 +80,16 @@ try:
     sandbox.pause()
     sandbox = Sandbox.connect(sandbox.sandbox_id, **SLOW)
     assert sandbox.run_code("x").text == "1"
+
+    # After a pause without memory it boots, and the code interpreter starts again, with the sandbox's variables.
+    assert sandbox.run_code("open('kept', 'w').write('on disk')").text == "7"
+    sandbox.pause(keep_memory=False)
+    sandbox = Sandbox.connect(sandbox.sandbox_id, **SLOW)
+    fresh = sandbox.run_code("(open('kept').read(), 'x' in globals())", timeout=900, request_timeout=900)
+    assert fresh.text == "('on disk', False)", fresh
+    variables = sandbox.run_code("import os; (os.environ['SHARED'], os.environ['E2B_SANDBOX_ID'])")
+    assert variables.text == f"('of all', '{sandbox.sandbox_id}')", variables
+    assert sandbox.run_code("import os; 'FORKD_READY_FILE' in os.environ").text == "False"
 finally:
     Sandbox.kill(sandbox.sandbox_id)
 print("the published code interpreter's client works")

@@ -18,6 +18,8 @@ type Result<T> = std::result::Result<T, String>;
 
 /// Bytes of entropy for a child.
 const ENTROPY: usize = 64;
+/// How long a boot waits until the image's command can be used.
+const USABLE: Duration = Duration::from_secs(30);
 
 /// Returns when the agent of a booting guest responds.
 pub(crate) async fn up(agent: &Agent, timing: &Timing) -> Result<Pong> {
@@ -61,7 +63,9 @@ async fn knock<T, F: Future<Output = agent::Result<T>>>(
 
 /// Runs a warm-up to its end.
 pub(crate) async fn warm_up(agent: &Agent, request: &WarmRequest, timing: &Timing) -> Result<()> {
-    let deadline = Instant::now() + timing.warm;
+    // Clients of a guest in use wait for it, and have time limits of their own.
+    let limit = if request.until_usable { timing.warm.min(USABLE) } else { timing.warm };
+    let deadline = Instant::now() + limit;
     loop {
         let status = agent.warm(request).await;
         let status = status.map_err(|error| format!("the warm-up failed: {}", error.public()))?;
@@ -73,7 +77,7 @@ pub(crate) async fn warm_up(agent: &Agent, request: &WarmRequest, timing: &Timin
                 return Err(format!("the warm-up failed: {error}"));
             }
             WarmState::Cold | WarmState::Warming if Instant::now() > deadline => {
-                return Err(format!("the warm-up took longer than {} s", timing.warm.as_secs()));
+                return Err(format!("the warm-up took longer than {} s", limit.as_secs()));
             }
             WarmState::Cold | WarmState::Warming => tokio::time::sleep(Duration::from_millis(100)).await,
         }
@@ -121,5 +125,34 @@ pub(crate) fn combine(image: &WarmRequest, command: Vec<String>, python: Option<
         (first, then) => then.or_else(|| first.clone()),
     };
     let command = if command.is_empty() { image.command.clone() } else { command };
-    WarmRequest { command, python }
+    WarmRequest { command, python, until_usable: false }
+}
+
+/// What starts the image's command in a guest that boots to be used; none if the image has no command.
+pub(crate) fn start_of(image: &WarmRequest) -> Option<WarmRequest> {
+    let start = WarmRequest { command: image.command.clone(), python: None, until_usable: true };
+    (!start.command.is_empty()).then_some(start)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::testing::fake_guest::FakeDaemon;
+
+    #[tokio::test]
+    async fn a_boot_of_a_guest_that_was_warm_starts_the_images_command_and_imports_nothing() {
+        let image = WarmRequest {
+            command: vec!["serve".into()],
+            python: Some("import numpy".into()),
+            ..WarmRequest::default()
+        };
+        assert_eq!(start_of(&WarmRequest { command: Vec::new(), ..image.clone() }), None);
+        let daemon = FakeDaemon::start().await;
+        let start = start_of(&image).unwrap();
+        warm_up(&daemon.sandbox.agent, &start, &Timing::default()).await.unwrap();
+        let sent = daemon.guest.calls_of("Warm");
+        assert_eq!(sent, [json!({ "command": ["serve"], "untilUsable": true })]);
+    }
 }

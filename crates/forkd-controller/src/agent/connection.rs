@@ -212,6 +212,8 @@ fn plain_refusal(status: StatusCode, body: &[u8]) -> Error {
         404 => connect::Code::NotFound,
         409 => connect::Code::FailedPrecondition,
         507 => return Error::DiskFull(message),
+        // Of the connection, and not of the call: another attempt may succeed.
+        408 | 503 => return Error::Protocol(format!("status {status}: {message}")),
         _ => connect::Code::Internal,
     };
     connect::Error::new(code, message).into()

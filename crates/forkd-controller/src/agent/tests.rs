@@ -133,6 +133,19 @@ async fn the_agents_own_error_keeps_its_code_and_words() {
 }
 
 #[tokio::test]
+async fn an_agent_without_room_for_a_connection_refuses_no_call() {
+    for status in [408, 503] {
+        let (agent, _folder) = agent_of(move |mut stream: BufReader<UnixStream>| async move {
+            accept(&mut stream).await?;
+            let body = format!("{{\"code\":{status},\"message\":\"try again\"}}");
+            respond(&mut stream, &format!("{status} Later"), "application/json", body.as_bytes()).await
+        });
+        let error = agent.ping().await.unwrap_err();
+        assert!(matches!(&error, Error::Protocol(text) if text.contains("try again")), "{error:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_port_without_a_listener_is_unreachable() {
     let (agent, _folder) = agent_of(|_| async { Ok(()) });
     assert!(matches!(agent.ping().await.unwrap_err(), Error::Unreachable(_)));

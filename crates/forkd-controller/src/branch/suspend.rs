@@ -40,6 +40,8 @@ pub(crate) struct SuspendSpec {
     /// The snapshot to store it as; no other may have the tag.
     pub(crate) tag: String,
     pub(crate) mode: Mode,
+    /// Whether the suspend fails if the agent did not freeze the guest's processes for the branch.
+    pub(crate) requires_quiesced: bool,
     /// The most the sandbox's owner may have.
     pub(crate) quota: Quota,
     /// If given, a use of the sandbox since then cancels the suspend.
@@ -88,7 +90,7 @@ impl Suspend {
     }
 
     async fn attempt(&self, order: SuspendSpec, commit: impl Future<Output = Result<()>>) -> Result<bool> {
-        let SuspendSpec { tag, mode, quota, unused_since, end } = order;
+        let SuspendSpec { tag, mode, requires_quiesced, quota, unused_since, end } = order;
         let sandbox = &self.sandbox;
         let used = || unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp);
         let note = Suspending { tag: tag.clone(), paused: false };
@@ -97,7 +99,16 @@ impl Suspend {
         // While the sandbox runs: the agent freezes the guest's processes for the branch.
         let order = branch::BranchSpec { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota };
         let branch = self.snapshots.branch(sandbox, order)?;
+        let job = branch.branch();
         branch.wait_forkable().await?;
+        let quiesced = job.is_some_and(|job| job.capture_stats().quiesced == Some(true));
+        if requires_quiesced && !quiesced {
+            let text = format!(
+                "the agent of sandbox {} did not freeze its processes in time; try again, or leave out the requirement",
+                sandbox.id
+            );
+            return Err(Error::new(Code::GuestTimeout, text));
+        }
         self.at("branched");
         {
             let _turn = sandbox.lock_exclusive().await?;

@@ -21,7 +21,7 @@ use crate::snapshot::branch_job::Mode;
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::task::{self, Task};
 use crate::util::time::{self, now_unix};
-use crate::workspace::Workspaces;
+use crate::workspace::{PauseSpec, Workspaces};
 
 /// How often the task checks all sandboxes.
 const EVERY: Duration = Duration::from_secs(1);
@@ -208,15 +208,17 @@ impl Timeouts {
     async fn suspend(&self, sandbox: &Arc<Sandbox>, due: Due) -> Result<()> {
         let idle = due != Due::Expired;
         let unused_since = idle.then(|| sandbox.activity.stamp());
-        // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
-        let _suspending = (!idle).then(|| SuspendGuard::begin(sandbox));
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
         let e2b = sandbox.read_runtime(|runtime| runtime.saved.e2b.as_ref().map(|state| state.keeps_memory));
         if let Some(keeps_memory) = e2b {
             let owner = sandbox.spec.owner.clone();
             let who = Principal { quota, owner, scope: Scope::Write, ..Principal::local() };
-            return self.workspaces.pause_to_disk(sandbox, keeps_memory, &who).await;
+            // It refuses uses from its turn on: a use that is refused resumes the sandbox, and waits for that turn.
+            let pause = PauseSpec { keeps_memory, requires_healthy_guest: false };
+            return self.workspaces.pause_to_disk(sandbox, pause, &who).await;
         }
+        // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
+        let _suspending = (!idle).then(|| SuspendGuard::begin(sandbox));
         if let Some(name) = sandbox.read_runtime(|runtime| runtime.saved.workspace.clone()) {
             let who = Principal { quota, ..Principal::local() };
             self.workspaces.suspend(&name, Mode::Full, &who, unused_since).await?;
@@ -226,7 +228,8 @@ impl Timeouts {
         let tag = self.free_tag(sandbox)?;
         let text = format!("{}, and it was stored as snapshot {tag}; fork that to go on", due.because());
         let end = End::new(SUSPENDED, text, String::new());
-        let order = suspend::SuspendSpec { tag, mode: Mode::Suspend, quota, unused_since, end };
+        let (mode, requires_quiesced) = (Mode::Suspend, false);
+        let order = suspend::SuspendSpec { tag, mode, requires_quiesced, quota, unused_since, end };
         // The end of the sandbox is the commit.
         suspend.run(order, async { Ok(()) }).await.map(drop)
     }

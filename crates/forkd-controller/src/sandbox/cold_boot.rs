@@ -10,7 +10,7 @@ use crate::host::images::{BootSource, DiskLayers};
 use crate::host::{Host, cgroup};
 use crate::monitor::boot_files;
 use crate::sandbox::Spec;
-use crate::sandbox::registry::{BootRequest, Bound, Registry};
+use crate::sandbox::registry::{BootRequest, Bound, Registry, WarmAtBoot};
 use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn};
 use crate::snapshot::load::check_image;
 use crate::snapshot::registry::SnapshotRegistry;
@@ -75,7 +75,9 @@ async fn boot_from(registry: &Arc<Registry>, snapshot: &Snapshot, spawn: &SpawnS
         memory_limit_mib: spawn.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib)),
         guest: None,
     };
-    let boot = BootRequest { warm: false, lasting: true, envs: spawn.envs.clone(), id: spawn.id.clone() };
+    // The guest of the snapshot had the image's command; its template's memory, in which it ran, is not here.
+    let warm = WarmAtBoot::Command;
+    let boot = BootRequest { warm, lasting: true, envs: spawn.envs.clone(), id: spawn.id.clone() };
     let known = snapshot.clone();
     let find = move |host: &Host| find(host, &known);
     let bound = registry.boot_from(spec, boot, &spawn.who.quota, find).await?;

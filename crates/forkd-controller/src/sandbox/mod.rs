@@ -23,6 +23,7 @@ pub(crate) mod disk_full;
 pub(crate) mod disks;
 pub(crate) mod e2b;
 pub(crate) mod envs;
+pub(crate) mod idempotency;
 pub(crate) mod lifetime;
 pub(crate) mod persisted;
 pub(crate) mod quiesce;

@@ -13,6 +13,7 @@ use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
 
+use crate::agent::bringup;
 use crate::auth::principal::Principal;
 use crate::auth::quota::{Claim, QuotaUsage};
 use crate::config::Limits;
@@ -59,11 +60,22 @@ struct Entry {
     reservation: Reservation,
 }
 
+/// What of the image's warm-up runs before a booted sandbox counts as running.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum WarmAtBoot {
+    #[default]
+    Nothing,
+    /// All of it. If it fails, so does the boot.
+    All,
+    /// Its command, until clients can use that: for a guest that was warm before it was stored. If it fails, the sandbox
+    /// runs without it.
+    Command,
+}
+
 /// How a sandbox boots.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct BootRequest {
-    /// Whether the image's warm-up runs before the sandbox counts as running.
-    pub(crate) warm: bool,
+    pub(crate) warm: WarmAtBoot,
     /// Whether it outlives this daemon.
     pub(crate) lasting: bool,
     /// Variables for its processes.
@@ -155,8 +167,8 @@ impl Registry {
         let image = spec.image.clone().unwrap_or_default();
         check_image(&image)?;
         let find = move |host: &Host| Ok((host.finder.find(&image)?, None));
-        self.boot_from(spec, BootRequest { warm, lasting, envs: BTreeMap::new(), id: None }, quota, find)
-            .await
+        let warm = if warm { WarmAtBoot::All } else { WarmAtBoot::Nothing };
+        self.boot_from(spec, BootRequest { warm, lasting, ..BootRequest::default() }, quota, find).await
     }
 
     /// Boots a sandbox on the files that `find` returns, with the kernel's description if it is not the default one.
@@ -204,7 +216,12 @@ impl Registry {
         });
         let (sandbox, assets) = prepared.await?;
         tracing::info!(sandbox = sandbox.id, image = sandbox.spec.image, "sandbox starts");
-        let warm = warm.then(|| assets.image().map(|image| image.warm.clone()).unwrap_or_default());
+        let of_image = || assets.image().map(|image| image.warm.clone()).unwrap_or_default();
+        let warm = match warm {
+            WarmAtBoot::Nothing => None,
+            WarmAtBoot::All => Some(of_image()),
+            WarmAtBoot::Command => bringup::start_of(&of_image()),
+        };
         let reservation =
             reservations.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
         Ok(self.add(reservation, sandbox, SandboxOrigin::Boot { assets, warm, lasting, envs }))

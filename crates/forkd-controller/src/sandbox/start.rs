@@ -161,8 +161,19 @@ impl Sandbox {
                 }
                 tracing::debug!(sandbox = self.id, %error, "sandbox id not set in the guest");
             }
-            if let Some(warm) = warm {
-                bringup::warm_up(&self.agent, warm, &config.timing).await?;
+            match warm {
+                // The sandbox is of use without it: its files are there, and commands run.
+                Some(start) if start.until_usable => {
+                    if let Err(error) = bringup::warm_up(&self.agent, start, &config.timing).await {
+                        tracing::warn!(
+                            sandbox = self.id,
+                            error,
+                            "command of the image not usable after a boot"
+                        );
+                    }
+                }
+                Some(warm) => bringup::warm_up(&self.agent, warm, &config.timing).await?,
+                None => {}
             }
             Ok(pong)
         };

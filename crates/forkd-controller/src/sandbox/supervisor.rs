@@ -26,7 +26,7 @@ pub(crate) enum SandboxOrigin {
     /// A boot from an image.
     Boot {
         assets: BootSource,
-        /// The image's warm-up, if it is to run before the sandbox counts as running.
+        /// What of the image's warm-up runs before the sandbox counts as running.
         warm: Option<WarmRequest>,
         /// Whether it is to outlive this daemon.
         lasting: bool,

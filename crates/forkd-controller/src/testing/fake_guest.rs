@@ -369,6 +369,7 @@ async fn agent(State(guest): State<Arc<FakeGuest>>, Path(method): Path<String>, 
         guest.answers.notified().await;
     }
     let answer = match method.as_str() {
+        "Warm" => json!({ "state": "ready" }),
         "Freeze" => json!({ "frozen": true, "fileSystems": file_systems }),
         "Eval" => json!({ "stdout": "x".repeat(MUCH), "resultJson": { "b": 1, "a": [1e2] } }),
         _ => json!({ "version": "fake" }),

@@ -4,18 +4,30 @@
 
 use std::sync::Arc;
 
+use tokio::sync::OwnedMutexGuard;
+
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::e2b::E2bState;
-use crate::sandbox::{End, Sandbox};
+use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::util::random::new_id;
 use crate::util::time::now_unix;
+use crate::workspace::suspend::SuspendMode;
 use crate::workspace::{Status, Workspace, WorkspaceRecord, WorkspaceState, Workspaces, no_workspace};
 
 /// A pause stores the difference to the snapshot that the sandbox came from, until that many depend on each other:
 /// a longer chain takes longer to load.
 const MAX_CHAIN: usize = 4;
+
+/// How a sandbox of the E2B API is paused.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PauseSpec {
+    /// Otherwise the sandbox boots when it is resumed.
+    pub(crate) keeps_memory: bool,
+    /// Whether the pause fails if the agent does not answer, or does not freeze the guest's processes in time.
+    pub(crate) requires_healthy_guest: bool,
+}
 
 /// Whether there is a state to resume from. A record without one is of a sandbox whose first pause has not finished.
 fn is_paused(record: &WorkspaceRecord, status: Status) -> bool {
@@ -58,16 +70,24 @@ impl Workspaces {
     pub(crate) async fn pause_to_disk(
         &self,
         sandbox: &Arc<Sandbox>,
-        keeps_memory: bool,
+        pause: PauseSpec,
         who: &Principal,
     ) -> Result<()> {
-        let record = self.take_in(sandbox).await?;
-        let mode = match keeps_memory {
+        if pause.requires_healthy_guest && matches!(sandbox.phase(), Phase::Unresponsive) {
+            let text =
+                format!("the agent of sandbox {} does not answer, and the pause requires that", sandbox.id);
+            return Err(Error::new(Code::SandboxUnresponsive, text));
+        }
+        // One turn for all of it: a request that resumes the sandbox waits for the whole pause.
+        let (workspace, turn, record) = self.take_in(sandbox).await?;
+        let mode = match pause.keeps_memory {
             false => Mode::Disk,
             true if self.depth(&record) < MAX_CHAIN => Mode::Diff,
             true => Mode::Full,
         };
-        let paused = self.suspend(&sandbox.id, mode, who, None).await;
+        let how = SuspendMode { mode, requires_quiesced: pause.requires_healthy_guest };
+        let paused = self.suspend_locked(&sandbox.id, &workspace, how, who, None).await;
+        drop(turn);
         if paused.is_err() {
             // The sandbox may have ended meanwhile.
             self.delete_if_useless(&sandbox.id).await;
@@ -96,8 +116,11 @@ impl Workspaces {
         snapshot.map_or(usize::MAX, |snapshot| snapshot.depth())
     }
 
-    /// Makes the workspace of a running sandbox, or brings its record up to date.
-    async fn take_in(&self, sandbox: &Arc<Sandbox>) -> Result<WorkspaceRecord> {
+    /// Makes the workspace of a running sandbox, or brings its record up to date. Returns it with its turn.
+    async fn take_in(
+        &self,
+        sandbox: &Arc<Sandbox>,
+    ) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>, WorkspaceRecord)> {
         let Some(state) = sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()) else {
             let text = format!("sandbox {} was not made by the E2B API", sandbox.id);
             return Err(Error::new(Code::SandboxUnfit, text));
@@ -107,7 +130,7 @@ impl Workspaces {
             let mut all = self.all.lock();
             all.entry(id.clone()).or_insert_with(|| Workspace::new(WorkspaceState::CreateJob)).clone()
         };
-        let _turn = workspace.turn.clone().lock_owned().await;
+        let turn = workspace.turn.clone().lock_owned().await;
         if !self.registry.get(id).is_ok_and(|now| Arc::ptr_eq(&now, sandbox)) {
             if matches!(workspace.state(), WorkspaceState::CreateJob) {
                 self.all.lock().remove(id);
@@ -124,7 +147,7 @@ impl Workspaces {
                 let text = format!("a workspace of another sandbox is called {id}; delete it first");
                 return Err(Error::new(Code::NameTaken, text));
             }
-            WorkspaceState::Broken(_) => return self.record_of(id, &workspace),
+            WorkspaceState::Broken(_) => self.record_of(id, &workspace)?,
             WorkspaceState::CreateJob => {
                 let source = spec.snapshot_tag.clone().unwrap_or_default();
                 let made = WorkspaceRecord::new(new_id("ws")?, id, &source, now_unix());
@@ -146,7 +169,7 @@ impl Workspaces {
         }
         let named = sandbox.update_persisted(|runtime| runtime.saved.workspace = Some(id.clone()));
         named.map_err(|error| Error::host("cannot write the record of a sandbox", error))?;
-        Ok(record)
+        Ok((workspace, turn, record))
     }
 
     /// Deletes the workspace of `sandbox` however long the change takes that is under way; the sandbox ends as `end`
@@ -191,5 +214,87 @@ impl Workspaces {
         let (record, _) = self.start_again(&workspace, record, who).await?;
         let id = record.live_sandbox_id.as_deref().unwrap_or(id);
         Ok((true, self.registry.get(id)?))
+    }
+}
+
+#[cfg(test)]
+impl Workspaces {
+    /// Enters a record in memory, as if the sandbox `id` were paused to the snapshot `tag`.
+    pub(crate) fn enter_paused(&self, id: &str, tag: &str, state: E2bState) {
+        let record = WorkspaceRecord {
+            current_state_tag: Some(tag.to_owned()),
+            e2b: Some(Box::new(state)),
+            ..WorkspaceRecord::new("ws1".into(), id, tag, 1)
+        };
+        self.all.lock().insert(id.to_owned(), Workspace::new(WorkspaceState::Kept(record)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forkd_api::OnTimeout;
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::auth::tokens::Tokens;
+    use crate::lifecycle::timeouts::Timeouts;
+    use crate::testing::fake_host::FakeHost;
+
+    #[tokio::test]
+    async fn a_client_that_resumes_a_sandbox_while_its_time_out_pauses_it_waits_for_the_pause() {
+        let host = FakeHost::new();
+        let daemon = host.daemon().await;
+        let (sandbox, _monitor) = daemon.booted().await;
+        let state = E2bState { keeps_memory: true, ..E2bState::default() };
+        sandbox.update_persisted(|runtime| runtime.saved.e2b = Some(Box::new(state))).unwrap();
+        let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
+        let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+        let tokens = Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap();
+        let timeouts =
+            Timeouts { registry, snapshots, workspaces: workspaces.clone(), tokens: Arc::new(tokens) };
+        let (_, turn, _) = workspaces.take_in(&sandbox).await.unwrap();
+        sandbox
+            .update_lifetime(|lifetime, deadline| {
+                (lifetime.on_timeout, *deadline) = (OnTimeout::Suspend, Some(1))
+            })
+            .unwrap();
+        let stop = CancellationToken::new();
+        timeouts.enforce(stop.clone(), async || stop.cancel()).await;
+        let waits = async || {
+            for _ in 0..10 {
+                tokio::task::yield_now().await;
+            }
+        };
+        waits().await;
+        sandbox.check_not_suspending().expect("no use is refused before the pause has its turn");
+        let (waker, id) = (workspaces.clone(), sandbox.id.clone());
+        let woken = tokio::spawn(async move { waker.wake(&id, None, &Principal::local()).await });
+        waits().await;
+        drop(turn);
+        // No monitor starts here, so the resume fails, but it did not find the sandbox that is being paused.
+        let woken = woken.await.unwrap();
+        assert!(!matches!(woken, Ok((false, _))));
+        assert!(workspaces.paused(&sandbox.id).is_some());
+    }
+
+    #[tokio::test]
+    async fn a_pause_that_requires_a_healthy_guest_is_undone_if_no_agent_froze_its_processes() {
+        let host = FakeHost::new();
+        let daemon = host.daemon().await;
+        // Its guest has no agent.
+        let (sandbox, _monitor) = daemon.booted().await;
+        sandbox.update_persisted(|runtime| runtime.saved.e2b = Some(Box::default())).unwrap();
+        let workspaces = Workspaces::open(daemon.registry.clone(), daemon.snapshots.clone()).await.unwrap();
+        let pause = async |requires_healthy_guest| {
+            let pause = PauseSpec { keeps_memory: true, requires_healthy_guest };
+            workspaces.pause_to_disk(&sandbox, pause, &Principal::local()).await
+        };
+        let error = pause(true).await.unwrap_err();
+        assert_eq!(error.code(), Code::GuestTimeout, "{error}");
+        assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
+        assert!(workspaces.paused(&sandbox.id).is_none());
+        assert!(daemon.snapshots.list().is_empty(), "nothing is left of it");
+        pause(false).await.unwrap();
+        assert!(workspaces.paused(&sandbox.id).is_some());
     }
 }

@@ -37,6 +37,7 @@ use crate::util::random::{ID_LENGTH, new_id};
 use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
 
+pub(crate) use e2b::PauseSpec;
 pub(crate) use record::WorkspaceRecord;
 
 #[cfg(test)]

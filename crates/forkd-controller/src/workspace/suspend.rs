@@ -9,7 +9,15 @@ use crate::sandbox::End;
 use crate::sandbox::lifetime::{SUSPENDED, SuspendGuard};
 use crate::snapshot::branch_job::Mode;
 use crate::util::time::now_unix;
-use crate::workspace::{Status, WorkspaceRecord, Workspaces};
+use crate::workspace::{Status, Workspace, WorkspaceRecord, Workspaces};
+
+/// How a workspace's sandbox is stored.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SuspendMode {
+    pub(super) mode: Mode,
+    /// Whether the suspend fails if the agent did not freeze the guest's processes.
+    pub(super) requires_quiesced: bool,
+}
 
 impl Workspaces {
     /// Suspends a workspace: branches its sandbox, saves the branch as `mode` says, and ends the sandbox.
@@ -23,9 +31,22 @@ impl Workspaces {
         unused_since: Option<(u64, usize)>,
     ) -> Result<(WorkspaceRecord, Status)> {
         let (workspace, _turn) = self.lock_exclusive(name).await?;
+        let how = SuspendMode { mode, requires_quiesced: false };
+        self.suspend_locked(name, &workspace, how, who, unused_since).await
+    }
+
+    /// The same for a caller that has the workspace's turn.
+    pub(super) async fn suspend_locked(
+        &self,
+        name: &str,
+        workspace: &Workspace,
+        how: SuspendMode,
+        who: &Principal,
+        unused_since: Option<(u64, usize)>,
+    ) -> Result<(WorkspaceRecord, Status)> {
         // Under the lock: before it, another workspace may have had the name.
         self.check_owner(name, who)?;
-        let record = self.usable(name, &workspace)?;
+        let record = self.usable(name, workspace)?;
         let Some(sandbox) = self.live(&record) else {
             let text = match self.status(&record) {
                 Status::Suspended => format!("workspace {name} is suspended already"),
@@ -46,7 +67,7 @@ impl Workspaces {
         // Until it is the current state, the tag is a retired one: `gc` leaves it alone, and a sweep removes it.
         let mut begun = WorkspaceRecord { states: number, ..record.clone() };
         begun.retired.push(tag.clone());
-        self.keep(&workspace, begun.clone()).await?;
+        self.keep(workspace, begun.clone()).await?;
         let mut quota = who.quota;
         // The current state is removed when there is a new one.
         let replaced = u64::from(record.current_state_tag.is_some());
@@ -57,16 +78,17 @@ impl Workspaces {
             WorkspaceRecord { current_state_tag: Some(tag.clone()), live_sandbox_id: None, ..begun };
         suspended.retired.retain(|retired| *retired != tag);
         suspended.retired.extend(record.current_state_tag);
-        let order = suspend::SuspendSpec { tag, mode, quota, unused_since: None, end };
+        let SuspendMode { mode, requires_quiesced } = how;
+        let order = suspend::SuspendSpec { tag, mode, requires_quiesced, quota, unused_since: None, end };
         let commit = async {
             let record = WorkspaceRecord { last_active_unix: now_unix(), ..suspended.clone() };
-            self.keep(&workspace, record).await
+            self.keep(workspace, record).await
         };
         let done = suspend.run(order, commit).await;
         if matches!(done, Ok(true)) {
             self.emit(EventKind::WorkspaceSuspended, &suspended);
         }
-        self.sweep_retired(name, &workspace).await;
+        self.sweep_retired(name, workspace).await;
         done?;
         self.show(name)
     }

@@ -453,7 +453,9 @@ fn what_does_not_exist_is_said_to_clients_in_their_own_terms() {
         assert_eq!(agent.call(path, json!({})).unwrap_err().code, Code::Unimplemented, "{path}");
     }
     assert_eq!(agent.call("/nothing", json!({})).unwrap_err().code, Code::NotFound);
-    assert_eq!(agent.send("GET", "/forkd.Agent/Ping", &[], b"").status, 405);
+    let mut refused = agent.send("GET", "/forkd.Agent/Ping", &[], b"");
+    let body: Value = serde_json::from_slice(&refused.body()).unwrap();
+    assert_eq!((refused.status, &body["code"]), (405, &json!("unimplemented")));
     let garbage = agent.send("POST", "/forkd.Agent/Eval", &[], b"{\"code\":").body();
     assert!(String::from_utf8_lossy(&garbage).contains("invalid_argument"));
 }
@@ -500,6 +502,17 @@ fn a_warm_up_that_goes_on_is_ready_when_it_says_so() {
     eventually("ready", || state() == "ready");
     let list = agent.call("/process.Process/List", json!({})).unwrap();
     assert_eq!(list["processes"].as_array().unwrap().len(), 1, "it goes on running");
+}
+
+#[test]
+fn a_command_of_a_guest_in_use_may_be_ready_before_it_is_warm() {
+    let agent = TestAgent::new();
+    let script = "[ \"$FORKD_READY_WHEN\" = usable ] || exit 3; touch \"$FORKD_READY_FILE\"; exec sleep 1000";
+    let request = json!({"command": ["sh", "-c", script], "python": "1 / 0", "untilUsable": true});
+    agent.call("/forkd.Agent/Warm", request).unwrap();
+    let warm = || agent.call("/forkd.Agent/Ping", json!({})).unwrap()["warm"].clone();
+    eventually("ready", || warm()["state"] != "warming");
+    assert_eq!(warm()["state"], "ready", "{}: nothing is imported", warm());
 }
 
 #[test]

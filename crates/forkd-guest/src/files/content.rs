@@ -32,13 +32,24 @@ pub(crate) fn call(exchange: &mut Exchange, user: &dyn Fn(&Head) -> Result<User,
     match exchange.head().method.as_str() {
         "GET" | "HEAD" => download(exchange, &user),
         "POST" => upload::call(exchange, &user),
-        _ => exchange.respond(405, &[("allow", "GET, HEAD, POST")], b""),
+        method => {
+            let message = format!("/files takes GET, HEAD and POST, not {method}");
+            refuse_with(exchange, &[("allow", "GET, HEAD, POST")], (405, message))
+        }
     }
 }
 
-pub(crate) fn refuse(exchange: &mut Exchange, (status, message): HttpError) -> io::Result<()> {
+pub(crate) fn refuse(exchange: &mut Exchange, error: HttpError) -> io::Result<()> {
+    refuse_with(exchange, &[], error)
+}
+
+fn refuse_with(
+    exchange: &mut Exchange,
+    headers: &[(&str, &str)],
+    (status, message): HttpError,
+) -> io::Result<()> {
     let body = json!({ "code": status, "message": message }).to_string();
-    exchange.respond(status, &[("content-type", "application/json")], body.as_bytes())
+    exchange.respond(status, &[&[("content-type", "application/json")], headers].concat(), body.as_bytes())
 }
 
 /// The HTTP error for a failed file operation.

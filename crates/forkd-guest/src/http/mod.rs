@@ -161,16 +161,16 @@ impl<'t> Connection<'t> {
         Ok(n)
     }
 
-    /// The last answer on a connection that cannot go on.
+    /// The last answer on a connection that cannot go on. Clients of the E2B API parse its body.
     fn refuse(&mut self, status: u16, message: &str) -> io::Result<()> {
-        let body = format!("{message}\n");
+        let body = serde_json::json!({ "code": status, "message": message }).to_string();
         let head = format!(
-            "HTTP/1.1 {status} {}\r\ncontent-type: text/plain\r\ncontent-length: {}\r\nconnection: close\r\n\r\n",
+            "HTTP/1.1 {status} {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n",
             reason(status),
             body.len()
         );
-        self.transport.write_all(head.as_bytes())?;
-        self.transport.write_all(body.as_bytes())
+        // One write: what the peer sent and nobody reads may reset the connection after the first.
+        self.transport.write_all((head + &body).as_bytes())
     }
 }
 

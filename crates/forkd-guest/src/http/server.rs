@@ -1,7 +1,7 @@
 //! Serving connections: requests on each, until its peer leaves.
 
 use std::{
-    io::{self, Write},
+    io,
     os::fd::OwnedFd,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
@@ -50,8 +50,8 @@ pub(crate) fn serve(listener: &OwnedFd, handler: Handler) -> io::Error {
 
 fn turn_away(mut socket: Socket) {
     let _ = socket.set_timeouts(Some(BACK_OFF), Some(BACK_OFF));
-    let _ = socket
-        .write_all(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+    let text = "the agent serves as many connections as it can; try again";
+    let _ = Connection::new(&mut socket).refuse(503, text);
 }
 
 /// Serves one peer until it leaves. A service that panics costs its own connection and no more.

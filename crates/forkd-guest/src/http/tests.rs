@@ -114,6 +114,10 @@ fn what_is_not_a_request_gets_one_answer_and_no_more() {
     ] {
         assert_eq!(status(&input), expected, "{input:?}");
     }
+    let output = converse(b"POST / HTTP/1.1\r\ntransfer-encoding: gzip\r\n\r\n", 1);
+    let (head, body) = output.split_once("\r\n\r\n").unwrap();
+    let body: serde_json::Value = serde_json::from_str(body).unwrap();
+    assert!(head.contains("content-type: application/json") && body["code"] == 501, "{output}");
     assert_eq!(converse(b"", 1), "");
     assert_eq!(converse(b"GET / HT", 1), "");
 }
@@ -227,6 +231,9 @@ fn more_peers_than_there_are_places_for_are_turned_away_and_come_back_later() {
     let crowd: Vec<_> = (0..300).map(|_| agent.connect()).collect();
     let refused = || agent.send("GET", "/health", &[], b"").status;
     assert_eq!(refused(), 503);
+    let mut full = agent.send("GET", "/health", &[], b"");
+    let body: serde_json::Value = serde_json::from_slice(&full.body()).unwrap();
+    assert_eq!(body["code"], 503);
     drop(crowd);
     crate::agent::tests::eventually("a free place", || refused() == 204);
 }

@@ -5,8 +5,10 @@
 
 import asyncio
 import json
+import os
 import pathlib
 import sys
+import tempfile
 import unittest
 from unittest import mock
 
@@ -303,6 +305,28 @@ class ServerTest(unittest.IsolatedAsyncioTestCase):
         self.assertEqual((await self.execute("say x"))[0]["execution_count"], 1)
         self.assertEqual(len(FakeKernel.started), 2)
 
+    async def test_a_kernel_that_dies_while_variables_are_set_is_reported(self):
+        for place in ("enter", "leave"):
+            with mock.patch.object(FakeLanguage, place, lambda self, variables: "die"):
+                events = await self.execute("say hello", env_vars={"A": "1"})
+            self.assertEqual(events[-1], {"type": "unexpected_end_of_execution"}, place)
+            said = [event for event in events if event["type"] == "stdout"]
+            self.assertEqual(len(said), 1 if place == "leave" else 0)
+
+    async def test_a_kernel_that_dies_while_it_is_prepared_is_reported_and_ended(self):
+        with mock.patch.object(FakeLanguage, "prepare", lambda self: "die"):
+            self.assertEqual(await self.execute("say hello"), [{"type": "unexpected_end_of_execution"}])
+            status, _ = await (await self.client()).ask("POST", "/contexts", {})
+            self.assertEqual(status, 500)
+        self.assertEqual((await self.execute("say hello"))[1]["text"], "hello")
+
+    async def test_a_connection_that_a_restart_closed_is_no_success(self):
+        async def closed(kernel, code, deliver=None, silent=False):
+            raise AttributeError("the connection is closed")
+
+        with mock.patch.object(FakeKernel, "execute", closed), mock.patch("sys.stderr"):
+            self.assertEqual((await self.execute("say hello"))[-1], {"type": "unexpected_end_of_execution"})
+
     async def test_a_flood_stops_the_kernel_until_the_client_reads_on(self):
         client = await self.client()
         await client.send("POST", "/execute", {"code": "flood 64"})
@@ -352,6 +376,107 @@ class ServerTest(unittest.IsolatedAsyncioTestCase):
         with mock.patch("os.urandom", side_effect=lambda count: bytes(count)):
             first = contexts.Context(FakeLanguage("python"), "/", start_kernel).id
             self.assertEqual(first, contexts.Context(FakeLanguage("python"), "/", start_kernel).id)
+
+
+class StartTest(unittest.IsolatedAsyncioTestCase):
+    async def started(self, ready_early, start_kernel):
+        """The server's task, and its context of Python, when a kernel is being started."""
+        made = []
+
+        def contexts_of(found, home):
+            made.append(contexts.Contexts(found, start_kernel, home))
+            return made[0]
+
+        reader, writer = os.pipe()
+        self.addCleanup(os.close, reader)
+        os.set_blocking(reader, False)
+        names = {"python": FakeLanguage("python")}
+        for patch in (
+            mock.patch.object(server, "Contexts", contexts_of),
+            mock.patch.object(server.languages, "installed", lambda: names),
+            mock.patch.object(guest, "environment", dict),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+        task = asyncio.create_task(server.run("127.0.0.1", 0, writer, ready_early))
+        self.addCleanup(task.cancel)
+        return task, reader, made
+
+    def is_ready(self, reader):
+        try:
+            return os.read(reader, 1) == b"1"
+        except BlockingIOError:
+            return False
+
+    async def until(self, condition):
+        for _ in range(DEADLINE * 100):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        self.fail("it did not happen in time")
+
+    async def test_a_warm_up_is_ready_when_its_kernel_is(self):
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def slow(language, cwd, environment):
+            begun.set()
+            await go.wait()
+            return FakeKernel(language, cwd, environment)
+
+        _, reader, _ = await self.started(False, slow)
+        await asyncio.wait_for(begun.wait(), DEADLINE)
+        self.assertFalse(self.is_ready(reader))
+        go.set()
+        await self.until(lambda: self.is_ready(reader))
+
+    async def test_in_a_sandbox_that_boots_it_takes_requests_before_its_kernel_is_warm(self):
+        go, started = asyncio.Event(), 0
+
+        async def slow(language, cwd, environment):
+            nonlocal started
+            started += 1
+            await go.wait()
+            return FakeKernel(language, cwd, environment)
+
+        _, reader, made = await self.started(True, slow)
+        await self.until(lambda: self.is_ready(reader))
+        execution = contexts.Execution("say hello", {})
+        running = asyncio.create_task(made[0].default("python").execute(execution))
+        await self.until(lambda: started)
+        self.assertFalse(running.done())
+        go.set()
+        await asyncio.wait_for(running, DEADLINE)
+        self.assertIn(b"hello", execution.output.take())
+        self.assertEqual(started, 1, "the execution waited for the kernel that was being started")
+
+    async def test_there_a_kernel_that_cannot_be_started_ends_no_server(self):
+        attempts = []
+
+        async def broken(language, cwd, environment):
+            attempts.append(cwd)
+            if len(attempts) == 1:
+                raise contexts.Failed("out of memory")
+            return FakeKernel(language, cwd, environment)
+
+        with mock.patch("sys.stderr"):
+            task, reader, made = await self.started(True, broken)
+            await self.until(lambda: attempts)
+        execution = contexts.Execution("say hello", {})
+        await asyncio.wait_for(made[0].default("python").execute(execution), DEADLINE)
+        self.assertIn(b"hello", execution.output.take())
+        self.assertFalse(task.done())
+
+    def test_the_program_that_starts_it_leaves_its_variables_for_kernels(self):
+        program, space = (SOURCE / "forkd-code-interpreter").read_text(), {}
+        exec(program.removesuffix("\nmain()\n"), space)
+        with tempfile.TemporaryDirectory() as folder:
+            path = space["VARIABLES"] = os.path.join(folder, "run", "variables")
+            given = {"SHARED": "a\nb", "HOME": "/root", "FORKD_READY_FILE": "x", "FORKD_READY_WHEN": "usable"}
+            with mock.patch.dict(os.environ, given, clear=True), mock.patch.object(os, "getuid", lambda: 1000):
+                space["make_variables"]()
+            with mock.patch.object(guest, "VARIABLES", path):
+                self.assertEqual(guest.variables(), {"SHARED": "a\nb"})
+            self.assertEqual(os.stat(path).st_mode & 0o777, 0o600)
 
 
 class EventsTest(unittest.TestCase):

@@ -29,6 +29,7 @@ use crate::api::extract::in_time;
 use crate::api::response;
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
+pub(crate) use crate::sandbox::idempotency::IdempotencyMark;
 use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
 
@@ -46,6 +47,9 @@ const MAX_BODY: usize = 4 << 20;
 const MAX_BYTES: u64 = 256 << 20;
 /// After this many new bytes the store is pruned at once, before the next regular time.
 const LOOK_AFTER: usize = 64 << 20;
+
+/// The routes whose handlers find the sandboxes that an earlier daemon made for the request.
+const CREATES: [&str; 3] = ["/v1/sandboxes", "/sandboxes", "/v2/sandboxes"];
 
 /// All stored replies, and the requests that are running.
 #[derive(Debug, Clone)]
@@ -70,15 +74,6 @@ struct Question {
     method: Method,
     uri: String,
     body: Bytes,
-}
-
-/// For handlers that create sandboxes: the mark to store with them.
-#[derive(Debug, Clone)]
-pub(crate) struct IdempotencyMark {
-    /// The owner and the key, which together are unique.
-    pub(crate) mark: String,
-    /// Whether an earlier daemon began the request, with an unknown outcome.
-    pub(crate) before: bool,
 }
 
 /// A running request. Dropping it ends the entry.
@@ -194,7 +189,7 @@ async fn answer_once(
         Begun::New => false,
         Begun::Unanswered => true,
     };
-    if before && parts.uri.path() != "/v1/sandboxes" {
+    if before && !CREATES.contains(&parts.uri.path()) {
         let text = "the daemon was stopped while a request with this Idempotency-Key was under way, and its \
                     outcome is not known: look for its result (GET /v1/sandboxes, /v1/snapshots, /v1/workspaces), \
                     then send it again with a new key if it was not done";

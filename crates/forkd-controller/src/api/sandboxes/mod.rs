@@ -43,7 +43,7 @@ use crate::sandbox::envs::check_envs;
 use crate::sandbox::lifetime::{Lifetime, check_labels, check_secs};
 use crate::sandbox::registry::Bound;
 use crate::sandbox::spawn::{SpawnSpec, Spawned};
-use crate::sandbox::{Phase, RuntimeInfo, Sandbox, Spec};
+use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::snapshot::unknown::{UNREAD, UNREADABLE, advice};
 use crate::telemetry::audit::AuditTarget;
 use crate::util::task::{self, Task, blocking};
@@ -171,11 +171,7 @@ fn life_of(request: &CreateRequest, idempotency: Option<&Extension<IdempotencyMa
 
 /// Sandboxes of the request, if an earlier daemon began it and did not reply.
 fn earlier(app: &ApiContext, idempotency: Option<Extension<IdempotencyMark>>) -> Vec<Arc<Sandbox>> {
-    let Some(Extension(IdempotencyMark { mark, before: true })) = idempotency else { return Vec::new() };
-    let mut there = app.registry.list();
-    let has_mark = |runtime: &RuntimeInfo| runtime.saved.lifetime.request.as_ref() == Some(&mark);
-    there.retain(|sandbox| sandbox.read_runtime(has_mark));
-    there
+    idempotency.map(|Extension(mark)| mark.earlier(&app.registry)).unwrap_or_default()
 }
 
 async fn boot(

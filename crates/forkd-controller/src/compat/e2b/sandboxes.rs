@@ -1,6 +1,6 @@
 //! Sandboxes of the E2B API: create, connect, list, show, pause, end.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -21,12 +21,13 @@ use crate::sandbox::Sandbox;
 use crate::sandbox::cold_boot::start_children;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::envs::check_envs;
-use crate::sandbox::lifetime::deadline;
+use crate::sandbox::idempotency::IdempotencyMark;
+use crate::sandbox::lifetime::{Lifetime, deadline};
 use crate::sandbox::spawn::SpawnSpec;
 use crate::telemetry::audit::AuditTarget;
 use crate::util::random::new_id;
 use crate::util::task::{self, Task};
-use crate::workspace::WorkspaceRecord;
+use crate::workspace::{PauseSpec, WorkspaceRecord};
 
 /// The entries of a page when the client gives no limit, and the most that it can ask for.
 const PAGE: usize = 100;
@@ -44,9 +45,19 @@ pub(super) fn now_unix_ms() -> u64 {
 pub(super) async fn create(
     State(e2b): State<E2bContext>,
     Extension(who): Extension<Principal>,
+    idempotency: Option<Extension<IdempotencyMark>>,
     Body(request): Body<NewSandbox>,
 ) -> Result<Response> {
     let arrived = Instant::now();
+    let created = |id: &str, state: &E2bState| {
+        let target = Extension(AuditTarget(id.to_owned()));
+        (StatusCode::CREATED, target, Json(Connected::new(id, state))).into_response()
+    };
+    let earlier = idempotency.as_ref().map(|mark| mark.earlier(&e2b.registry)).unwrap_or_default();
+    let is_there = |sandbox: &Arc<Sandbox>| e2b.find_for(&sandbox.id, &who).ok();
+    if let Some(Found::Running(sandbox, state)) = earlier.iter().find_map(is_there) {
+        return Ok(created(&sandbox.id, &state));
+    }
     request.check()?;
     let timeout_secs = request.timeout()?;
     let envs = request.env_vars.clone().unwrap_or_default();
@@ -77,7 +88,7 @@ pub(super) async fn create(
         envs: variables,
         workspace: None,
         time_to_live: Some(Duration::from_secs(timeout_secs)),
-        lifetime: state.lifetime(),
+        lifetime: Lifetime { request: idempotency.map(|Extension(mark)| mark.mark), ..state.lifetime() },
         arrived,
         id: Some(id.clone()),
         e2b: Some(Box::new(state.clone())),
@@ -93,8 +104,7 @@ pub(super) async fn create(
     let bound = bound
         .ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned none")))?;
     bound.release();
-    let target = Extension(AuditTarget(id.clone()));
-    Ok((StatusCode::CREATED, target, Json(Connected::new(&id, &state))).into_response())
+    Ok(created(&id, &state))
 }
 
 /// Runs `work` to its end, also if the client disconnects.
@@ -243,10 +253,12 @@ pub(super) async fn pause(
             return Err(Error::new(Code::SandboxPaused, format!("sandbox {id} is paused already")));
         }
     };
-    let keeps_memory = request.memory.unwrap_or(true);
+    let pause = PauseSpec {
+        keeps_memory: request.memory.unwrap_or(true),
+        requires_healthy_guest: request.require_healthy_guest.unwrap_or(false),
+    };
     let workspaces = e2b.workspaces.clone();
-    let paused =
-        to_its_end(async move { workspaces.pause_to_disk(&sandbox, keeps_memory, &who).await }).await;
+    let paused = to_its_end(async move { workspaces.pause_to_disk(&sandbox, pause, &who).await }).await;
     paused.map_err(|error| match error.code() {
         // Another request paused it first: clients know that as a conflict.
         Code::WorkspaceNotRunning => error.with_code(Code::SandboxPaused),
@@ -430,23 +442,24 @@ pub(super) async fn list_running(
 }
 
 fn page(e2b: &E2bContext, who: &Principal, filter: &Filter) -> (Vec<Listed>, Option<String>) {
+    // One that is being paused or resumed is in both places, and may change places meanwhile: each id is listed once, as
+    // what it is when it is looked up.
+    let in_registry = || {
+        let theirs = e2b.registry.list().into_iter().filter(|sandbox| who.owns(&sandbox.spec.owner));
+        theirs.map(|sandbox| sandbox.id.clone())
+    };
+    let mut ids: BTreeSet<String> = in_registry().collect();
+    ids.extend(e2b.workspaces.all_paused(who).into_iter().map(|(record, _)| record.name));
+    ids.extend(in_registry());
     let mut found: Vec<(u64, String, Found)> = Vec::new();
-    if filter.running {
-        for sandbox in e2b.registry.list().into_iter().filter(|sandbox| who.owns(&sandbox.spec.owner)) {
-            if let Ok(running @ Found::Running(..)) = e2b.find(&sandbox.id)
-                && let Found::Running(_, state) = &running
-                && filter.takes(state)
-            {
-                found.push((state.started_at_unix_ms, sandbox.id.clone(), running));
-            }
-        }
-    }
-    if filter.paused {
-        for (record, state) in e2b.workspaces.all_paused(who) {
-            if filter.takes(&state) {
-                let place = (state.started_at_unix_ms, record.name.clone());
-                found.push((place.0, place.1, Found::Paused(Box::new(record), state)));
-            }
+    for id in ids {
+        let Ok(it) = e2b.find_for(&id, who) else { continue };
+        let (wanted, state) = match &it {
+            Found::Running(_, state) => (filter.running, state),
+            Found::Paused(_, state) => (filter.paused, state),
+        };
+        if wanted && filter.takes(state) {
+            found.push((state.started_at_unix_ms, id, it));
         }
     }
     let place = |it: &(u64, String, Found)| (it.0, it.1.clone());

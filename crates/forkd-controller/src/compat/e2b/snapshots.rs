@@ -46,10 +46,12 @@ pub(super) struct SnapshotShown {
 }
 
 impl SnapshotShown {
-    fn of(named: &TemplateName) -> Self {
-        let name = match named.name.contains(':') {
-            true => named.name.clone(),
-            false => format!("{}:default", named.name),
+    fn of(named: &TemplateName, who: &Principal) -> Self {
+        // A name means something to its owner only: admins find a snapshot of another owner by its tag.
+        let name = if named.owner == who.owner { &named.name } else { &named.tag };
+        let name = match name.contains(':') {
+            true => name.clone(),
+            false => format!("{name}:default"),
         };
         SnapshotShown { snapshot_id: name.clone(), names: vec![name] }
     }
@@ -76,7 +78,7 @@ pub(super) async fn create(
         sandbox: id.clone(),
         created_at_unix: now_unix(),
     };
-    let shown = SnapshotShown::of(&named);
+    let shown = SnapshotShown::of(&named, &who);
     let work = async move {
         let _in_use = sandbox.in_use();
         let database = e2b.registry.host.database.clone();
@@ -159,7 +161,8 @@ pub(super) async fn list(
     let mut page: Vec<_> = shown.skip(begin).take(limit + 1).collect();
     let more = page.len() > limit;
     page.truncate(limit);
-    let mut response = Json(page.iter().map(SnapshotShown::of).collect::<Vec<_>>()).into_response();
+    let mut response =
+        Json(page.iter().map(|named| SnapshotShown::of(named, &who)).collect::<Vec<_>>()).into_response();
     if let Some(next) = more.then(|| HeaderValue::from(begin + limit)) {
         response.headers_mut().insert(HeaderName::from_static("x-next-token"), next);
     }

@@ -108,6 +108,88 @@ async fn a_name_whose_snapshot_is_gone_removes_no_snapshot_with_that_tag() {
 }
 
 #[tokio::test]
+async fn an_admin_finds_snapshots_of_other_owners_by_their_tags() {
+    use crate::error::Error;
+    use crate::snapshot::registry::SnapshotState;
+
+    let daemon = daemon().await;
+    for (tag, owner) in [("mine", LOCAL), ("mine-1", "bob")] {
+        let state = SnapshotState::Failed { error: Error::invalid("of a test"), job: None };
+        daemon.app.snapshots.reserve(tag, state, owner, &forkd_store::Quota::default()).unwrap();
+    }
+    let database = daemon.app.registry.host.database.clone();
+    let of_bob = forkd_store::TemplateName {
+        owner: "bob".into(),
+        name: "mine".into(),
+        tag: "mine-1".into(),
+        sandbox: ID.into(),
+        created_at_unix: 1,
+    };
+    database.name_template(&of_bob).unwrap();
+    let (_, listed) = daemon.json("GET /snapshots", None).await;
+    assert_eq!(listed, json!([{ "snapshotID": "mine-1:default", "names": ["mine-1:default"] }]));
+    // A snapshot that is not ready is no template yet.
+    assert_eq!(daemon.json("GET /templates/aliases/mine-1", None).await.0, 404);
+    assert_eq!(daemon.json("DELETE /templates/mine-1%3Adefault", None).await.0, 204);
+    assert!(daemon.app.snapshots.get("mine").is_ok() && daemon.app.snapshots.get("mine-1").is_err());
+    assert_eq!(database.templates().unwrap(), []);
+}
+
+#[tokio::test]
+async fn a_create_that_an_earlier_daemon_began_returns_the_sandbox_that_is_there() {
+    let daemon = daemon().await;
+    let database = daemon.app.registry.host.database.clone();
+    let body = json!({ "templateID": "none" }).to_string();
+    let ask = async |key: &str| {
+        let parts = ["POST".as_bytes(), b"/v2/sandboxes", body.as_bytes()];
+        database.begin_answer(LOCAL, key, &parts, crate::util::time::now_unix(), 0).unwrap();
+        let headers = format!("Idempotency-Key: {key}\r\n");
+        let (status, _, reply) = daemon.ask("POST /v2/sandboxes", &headers, body.as_bytes()).await;
+        (status, parsed(&reply))
+    };
+    daemon.sandbox.update_runtime(|facts| facts.saved.lifetime.request = Some(format!("{LOCAL} made")));
+    let (status, made) = ask("made").await;
+    assert_eq!((status, &made["sandboxID"], &made["envdAccessToken"]), (201, &json!(ID), &json!("access")));
+    // If it made none, it is done now.
+    let (status, error) = ask("other").await;
+    assert_eq!((status, &error["error_code"]), (404, &json!("snapshot_not_found")), "{error}");
+}
+
+#[tokio::test]
+async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
+    use axum::Extension;
+    use axum::extract::State;
+
+    use crate::auth::tokens::Tokens;
+    use crate::compat::e2b::extract::Body;
+    use crate::compat::e2b::{E2bContext, sandboxes};
+    use crate::sandbox::idempotency::IdempotencyMark;
+    use crate::testing::fake_host::FakeHost;
+    use crate::workspace::Workspaces;
+
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    let _live = daemon.live("t").await;
+    let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
+    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+    let tokens = Arc::new(Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap());
+    let stopping = tokio_util::sync::CancellationToken::new();
+    let e2b = E2bContext { registry, snapshots, workspaces, tokens, stopping };
+    let create = async || {
+        let mark = Extension(IdempotencyMark { mark: "local k".into(), before: false });
+        let quota = forkd_store::Quota { max_sandboxes: Some(1), ..forkd_store::Quota::default() };
+        let who = Extension(Principal { quota, ..Principal::local() });
+        let body = Body(serde_json::from_str(r#"{"templateID":"t"}"#).unwrap());
+        sandboxes::create(State(e2b.clone()), who, Some(mark), body).await
+    };
+    assert_eq!(create().await.unwrap().status(), 201);
+    let made = daemon.registry.list();
+    let request = made[0].read_runtime(|facts| facts.saved.lifetime.request.clone());
+    assert_eq!((made.len(), request.as_deref()), (1, Some("local k")));
+    assert_eq!(create().await.unwrap_err().code(), Code::QuotaExceeded);
+}
+
+#[tokio::test]
 async fn a_stream_without_an_end_does_not_hold_up_a_daemon_that_stops() {
     let daemon = daemon().await;
     let mut client = daemon.connect().await;
@@ -195,6 +277,38 @@ async fn control_requests_show_and_lengthen_a_life_and_errors_have_the_clients_s
         assert_eq!((got, &error["code"]), (status, &json!(status)), "{line}: {error}");
         assert!(!error["message"].as_str().unwrap().is_empty(), "{error}");
     }
+}
+
+#[tokio::test]
+async fn a_pause_that_requires_a_healthy_guest_refuses_one_that_does_not_answer() {
+    let daemon = daemon().await;
+    daemon.sandbox.phase.send_replace(Phase::Unresponsive);
+    let pause = format!("POST /sandboxes/{ID}/pause");
+    let (status, error) = daemon.json(&pause, Some(json!({"requireHealthyGuest": true}))).await;
+    let code = json!("sandbox_snapshot_guest_agent_unresponsive");
+    assert_eq!((status, &error["code"], &error["error_code"]), (504, &json!(504), &code), "{error}");
+    // Without the requirement it is another error: no monitor runs the sandbox.
+    let (_, error) = daemon.json(&pause, Some(json!({}))).await;
+    assert_ne!(error["error_code"], code);
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_being_resumed_is_listed_once_as_running() {
+    let daemon = daemon().await;
+    let state = daemon.sandbox.read_runtime(|facts| facts.saved.e2b.clone()).unwrap();
+    let other = "sb0123456789abcdef";
+    for id in [ID, other] {
+        daemon.app.workspaces.enter_paused(id, "paused", (*state).clone());
+    }
+    let listed = async |query: &str| {
+        let (_, page) = daemon.json(&format!("GET /v2/sandboxes{query}"), None).await;
+        let shown = |it: &Value| (it["sandboxID"].clone(), it["state"].clone());
+        page.as_array().unwrap().iter().map(shown).collect::<Vec<_>>()
+    };
+    let (running, paused) = ((json!(ID), json!("running")), (json!(other), json!("paused")));
+    assert_eq!(listed("").await, [running.clone(), paused.clone()]);
+    assert_eq!(listed("?state=paused").await, [paused]);
+    assert_eq!(listed("?state=running").await, [running]);
 }
 
 #[tokio::test]

@@ -135,9 +135,10 @@ pub(super) struct Refresh {
 
 /// `pause`.
 #[derive(Debug, Default, Deserialize)]
-#[serde(default)]
+#[serde(rename_all = "camelCase", default)]
 pub(super) struct Pause {
     pub(super) memory: Option<bool>,
+    pub(super) require_healthy_guest: Option<bool>,
 }
 
 /// A sandbox, for its maker.
@@ -290,6 +291,11 @@ mod tests {
             ("iam", json!({"iam": {"tokens": {"a": {"audience": "b"}}}})),
             ("network.allowOut", json!({"network": {"allowOut": ["1.1.1.1"]}})),
             ("network.denyOut", json!({"network": {"denyOut": ["0.0.0.0/0"]}})),
+            ("network.dnsServers", json!({"network": {"dnsServers": ["1.1.1.1"]}})),
+            (
+                "network.rules",
+                json!({"network": {"rules": {"a.b": [{"transform": {"headers": {"k": "v"}}}]}}}),
+            ),
             ("network.egressProxy", json!({"network": {"egressProxy": {"address": "x:1"}}})),
         ] {
             let error = parse(value).check().unwrap_err();

@@ -363,6 +363,8 @@ async fn a_sandbox_that_waits_for_room_on_the_disk_is_paused_for_its_client_at_i
     assert!(matches!(sandbox.phase(), Phase::Paused));
 }
 
+const WITH_MEMORY: PauseSpec = PauseSpec { keeps_memory: true, requires_healthy_guest: false };
+
 /// A sandbox of the E2B API, and what plays its monitor.
 async fn e2b_sandbox(daemon: &Daemon) -> (Arc<Sandbox>, FakeMonitor) {
     let (sandbox, monitor) = daemon.booted().await;
@@ -385,7 +387,9 @@ async fn a_sandbox_that_is_being_paused_when_its_deadline_passes_is_kept() {
     let timeouts = timeouts(&host, &daemon).await;
     let (workspaces, paused) = (timeouts.workspaces.clone(), sandbox.clone());
     let pausing =
-        tokio::spawn(async move { workspaces.pause_to_disk(&paused, true, &Principal::local()).await });
+        tokio::spawn(
+            async move { workspaces.pause_to_disk(&paused, WITH_MEMORY, &Principal::local()).await },
+        );
     eventually("the pause", || monitor.has_received(is_pause)).await;
     expire(&sandbox, OnTimeout::Kill);
     look(&timeouts).await;
@@ -410,7 +414,7 @@ async fn nothing_is_left_of_a_sandbox_that_ends_by_itself_and_was_never_paused()
         _ => Act::Execute,
     });
     let timeouts = timeouts(&host, &daemon).await;
-    timeouts.workspaces.pause_to_disk(&sandbox, true, &Principal::local()).await.unwrap_err();
+    timeouts.workspaces.pause_to_disk(&sandbox, WITH_MEMORY, &Principal::local()).await.unwrap_err();
     assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
     assert!(timeouts.workspaces.has(&sandbox.id), "it has a workspace since the pause began");
     monitor.die();

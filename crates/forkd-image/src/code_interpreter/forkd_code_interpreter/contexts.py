@@ -6,6 +6,7 @@ a kernel that dies is replaced when the next execution comes."""
 import asyncio
 import os
 import time
+import traceback
 import uuid
 
 from . import events, guest
@@ -17,6 +18,19 @@ HOME = "/home/user"
 MAX_CONTEXTS = 64
 MAX_WAITING = 64
 LOST = "[the last execution was interrupted, which replaced the kernel: its state is lost]\n"
+
+# The kernel ended before the execution did.
+LOST_KERNEL = {"type": "unexpected_end_of_execution"}
+
+
+class Died(Failed):
+    """A kernel that ended while it ran code of this server."""
+
+
+async def silently(kernel, code):
+    """Runs code of this server in the kernel."""
+    if kernel.died.is_set() or await kernel.execute(code, silent=True) is None:
+        raise Died("the kernel ended unexpectedly")
 
 
 class Execution:
@@ -69,12 +83,16 @@ class Context:
             environment = {**guest.environment(), **self.language.variables}
             kernel = await self.start_kernel(self.language, self.cwd, environment)
             if prepare := self.language.prepare():
-                await kernel.execute(prepare, silent=True)
+                try:
+                    await silently(kernel, prepare)
+                except Died:
+                    await kernel.end()
+                    raise
             self.kernel, self.boot_id, self.count = kernel, boot_id, 0
         elif self.boot_id != (boot_id := guest.boot_id()):
             # The kernel was forked with the guest: its random generators are its siblings' too.
             if code := self.language.forked(guest.variables()):
-                await self.kernel.execute(code, silent=True)
+                await silently(self.kernel, code)
             self.boot_id = boot_id
         return self.kernel
 
@@ -87,8 +105,14 @@ class Context:
                 try:
                     if not execution.abandoned.is_set():
                         await self.run(execution)
+                except Died:
+                    execution.output.put(LOST_KERNEL)
                 except Failed as failure:
                     put_failure(execution, failure)
+                except Exception:
+                    # Such as a connection that a restart closed: an output that just ends would look like a success.
+                    traceback.print_exc()
+                    execution.output.put(LOST_KERNEL)
                 finally:
                     execution.kernel = None
         finally:
@@ -96,14 +120,14 @@ class Context:
 
     async def run(self, execution):
         if self.removed:
-            execution.output.put({"type": "unexpected_end_of_execution"})
+            execution.output.put(LOST_KERNEL)
             return
         kernel = await self.ensure_kernel()
         if self.notice:
             execution.output.put({"type": "stderr", "text": self.notice, "timestamp": time.time_ns()})
             self.notice = None
         if execution.variables:
-            await kernel.execute(self.language.enter(execution.variables), silent=True)
+            await silently(kernel, self.language.enter(execution.variables))
         execution.kernel = kernel
         if execution.output.full:
             kernel.stop()
@@ -125,10 +149,10 @@ class Context:
         kernel.go_on()
         reply = running.result()
         if reply is None:
-            execution.output.put({"type": "unexpected_end_of_execution"})
+            execution.output.put(LOST_KERNEL)
             return
         if execution.variables:
-            await kernel.execute(self.language.leave(execution.variables), silent=True)
+            await silently(kernel, self.language.leave(execution.variables))
         execution.output.put({"type": "end_of_execution"})
 
     async def restart(self):

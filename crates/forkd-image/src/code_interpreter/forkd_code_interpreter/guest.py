@@ -5,7 +5,8 @@ import pwd
 import re
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-# The variables of the sandbox, each ended by a NUL. A hook writes them when a guest is forked.
+# The variables of the sandbox, each ended by a NUL. A hook writes them when a guest is
+# forked, and the program that starts the server when a guest boots.
 VARIABLES = "/run/forkd-code-interpreter/variables"
 MAX_VARIABLES = 1 << 20
 # What the hook's process has of its own.

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 import re
+import sys
 
 from . import languages
 from .contexts import MAX_WAITING, Contexts, Execution
@@ -122,16 +123,31 @@ def variables(body):
     return given
 
 
-async def run(host, port, ready_fd):
+async def run(host, port, ready_fd, ready_early=False):
+    """Serves. It is ready when the Python kernel is warm; `ready_early` is for a sandbox in use, whose executions wait
+    for the kernel by themselves."""
+
+    def tell():
+        if ready_fd is not None:
+            os.write(ready_fd, b"1")
+            os.close(ready_fd)
+
     contexts = Contexts(languages.installed(), home=os.path.expanduser("~"))
     interpreter = CodeInterpreter(contexts)
     server = await Server(interpreter.handle).listen(host, port)
+    if ready_early:
+        tell()
     python = contexts.default("python")
-    async with python.lock:
-        await python.ensure_kernel()
-    if ready_fd is not None:
-        os.write(ready_fd, b"1")
-        os.close(ready_fd)
+    try:
+        async with python.lock:
+            await python.ensure_kernel()
+    except Failed as failure:
+        if not ready_early:
+            raise
+        # The next execution starts another one, and reports it if that fails, too.
+        print(f"forkd-code-interpreter: {failure}", file=sys.stderr)
+    if not ready_early:
+        tell()
     async with server:
         await server.serve_forever()
 
@@ -141,9 +157,10 @@ def main():
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--ready-early", action="store_true")
     arguments = parser.parse_args()
     try:
-        asyncio.run(run(arguments.host, arguments.port, arguments.ready_fd))
+        asyncio.run(run(arguments.host, arguments.port, arguments.ready_fd, arguments.ready_early))
     except (Failed, Refused, OSError) as error:
         raise SystemExit(f"forkd-code-interpreter: {error}") from None
     except KeyboardInterrupt:
