@@ -47,6 +47,50 @@ def test_a_block_left_by_an_exception_ends_its_sandbox(server, client):
     assert not server.alive
 
 
+class Unsent:
+    """A connection that swallows the answer."""
+
+    def reply(self, *args, **more):
+        pass
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_removal_whose_answer_is_lost_is_sent_again(server, client, done):
+    """`done`: the daemon has removed the object, and only its answer is lost."""
+    lost, snapshots = set(), set()
+
+    def script(request, connection):
+        if request.method == "DELETE" and request.path not in lost:
+            lost.add(request.path)
+            if done:
+                snapshots.clear()
+                server.answer(request, Unsent())
+            connection.reset()
+        elif request.path.endswith("/branch"):
+            snapshots.add("b")
+            connection.reply(201, snapshot("b"))
+        elif request.path == "/v1/snapshots/b":
+            there = "b" in snapshots
+            snapshots.clear()
+            gone = {"error": "there is no such snapshot", "code": "snapshot_not_found"}
+            connection.reply(204, body=b"") if there else connection.reply(404, gone)
+        else:
+            return False
+        return True
+
+    async def use():
+        async with AsyncClient(server.url, "token") as client:
+            async with await AsyncSandbox.create("parent", client=client):
+                pass
+
+    server.script = script
+    with Sandbox.create("parent", client=client) as box:
+        with box.checkpoint():
+            pass
+    asyncio.run(use())
+    assert server.made == 2 and len(lost) == 3 and not server.alive and not snapshots
+
+
 def test_a_callback_that_raises_leaves_nothing(server, client):
     def progress(line):
         if line.startswith("sb"):
@@ -208,14 +252,10 @@ def test_a_forked_process_has_connections_of_its_own(server):
 def test_a_lost_reply_of_a_create_is_asked_for_again(server, client):
     def script(request, connection):
         if request.path == "/v1/sandboxes" and len(server.requests) == 1:
-            server.answer(request, Lost())
+            server.answer(request, Unsent())
             connection.reset()
             return True
         return False
-
-    class Lost:
-        def reply(self, *args, **more):
-            pass
 
     server.script = script
     box = Sandbox.create("parent", client=client)

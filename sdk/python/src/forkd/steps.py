@@ -30,13 +30,18 @@ def outcome_unknown(error: BaseException) -> bool:
     return not isinstance(error, ForkdError) or error.status is None
 
 
+def again(call: Call[None]) -> Call[None]:
+    """A removal that is sent again after a broken connection: here it is no error that the object is gone."""
+    return dataclasses.replace(call, repeatable=True)
+
+
 def kill(ids: Iterable[str]) -> Steps[None]:
     """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them."""
     problem: Optional[BaseException] = None
     left = list(ids)
     while left:
         try:
-            yield from ask(routes.delete_sandbox(left[0]))
+            yield from ask(again(routes.delete_sandbox(left[0])))
         except NotFoundError:
             pass
         except Exception as error:
@@ -152,20 +157,22 @@ def warm(body: bodies.SnapshotRequest, timeout: float, progress: Optional[OnProg
         try:
             if not made:
                 yield from ask(call)
-            yield from ask(routes.delete_snapshot(tag))
+            yield from ask(again(routes.delete_snapshot(tag)))
         except ForkdError:
             pass
         raise
 
 
-def delete_quietly(tag: str) -> Steps[None]:
+def delete_quietly(tag: str, force: Optional[bool] = None) -> Steps[None]:
     """Removes a branch that is no longer needed; snapshots that are built on it keep their layers."""
     try:
-        yield from ask(routes.delete_snapshot(tag))
+        yield from ask(again(routes.delete_snapshot(tag, force=force)))
     except NotFoundError:
         pass
     except ConflictError:
-        yield from ask(routes.delete_snapshot(tag, force=True))
+        if force:
+            raise
+        yield from delete_quietly(tag, force=True)
 
 
 def new_tag(start: str) -> str:
