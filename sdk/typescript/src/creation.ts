@@ -15,7 +15,7 @@ const GRACE_MS = 5000;
 /** How long a clean-up tries. */
 const CLEAN_UP_MS = 60_000;
 
-type Send = (options: KeyOptions) => Promise<SpawnReply>;
+type Send<T> = (options: KeyOptions) => Promise<T>;
 
 /**
  * Sends a request that creates sandboxes, and returns them. If the caller aborts, or the answer gets lost, the same
@@ -23,7 +23,7 @@ type Send = (options: KeyOptions) => Promise<SpawnReply>;
  */
 export async function createOwned(
   client: Client,
-  send: Send,
+  send: Send<SpawnReply>,
   signal: AbortSignal | undefined,
   onError: OnForkError = "throw",
 ): Promise<SandboxInfo[]> {
@@ -37,12 +37,10 @@ export async function createOwned(
   } catch (error) {
     const uncertain = error instanceof ForkdError && isUncertain(error);
     if (signal?.aborted || uncertain) {
-      const cleanUp = endWhatCame(client, send, idempotencyKey, uncertain ? undefined : pending);
-      let timer: ReturnType<typeof setTimeout> | undefined;
-      const grace = new Promise<void>((resolve) => (timer = setTimeout(resolve, GRACE_MS)));
+      const endThem = ({ children }: SpawnReply): Promise<void> => endAll(client, children);
+      const cleanUp = undo(send, idempotencyKey, endThem, uncertain ? undefined : pending);
       // The caller waits for an abort's clean-up, and not once more after a time-out.
-      if (signal?.aborted) await Promise.race([cleanUp, grace]);
-      clearTimeout(timer);
+      if (signal?.aborted) await withGrace(cleanUp);
     }
     throw signal?.aborted ? reasonOf(signal) : error;
   }
@@ -56,24 +54,34 @@ export async function createOwned(
   throw new ForkError(text, errors, { code, requestId, cause: errorOf(first.error, code, { requestId }) });
 }
 
-/** Ends what a request created, whenever its answer comes. Never rejects. */
-async function endWhatCame(
-  client: Client,
-  send: Send,
+/** Waits for a clean-up, which never rejects, for a few seconds. Then it goes on by itself. */
+export async function withGrace(cleanUp: Promise<unknown>): Promise<void> {
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  const grace = new Promise<void>((resolve) => (timer = setTimeout(resolve, GRACE_MS)));
+  await Promise.race([cleanUp, grace]);
+  clearTimeout(timer);
+}
+
+/**
+ * Removes what a request created whose answer did not arrive: `pending` brings it, or the same request with the same key.
+ * Returns false if the daemon refused the request, or does not answer. Never rejects.
+ */
+export async function undo<T>(
+  send: Send<T>,
   idempotencyKey: string,
-  pending: Promise<SpawnReply> | undefined,
-): Promise<void> {
+  remove: (reply: T) => Promise<void>,
+  pending?: Promise<T>,
+): Promise<boolean> {
   const deadline = Date.now() + CLEAN_UP_MS;
   let reply = pending;
   for (let wait = 200; ; wait = Math.min(wait * 2, 5000)) {
     try {
       const left = Math.max(1, (deadline - Date.now()) / 1000);
-      const { children } = await (reply ?? send({ idempotencyKey, timeoutSecs: left }));
-      await endAll(client, children);
-      return;
+      await remove(await (reply ?? send({ idempotencyKey, timeoutSecs: left })));
+      return true;
     } catch (error) {
       const again = error instanceof ForkdError && isUncertain(error);
-      if (!again || Date.now() + wait >= deadline) return;
+      if (!again || Date.now() + wait >= deadline) return false;
     }
     reply = undefined;
     await sleep(wait);

@@ -1,10 +1,11 @@
 // Snapshots: what children are forked from.
 
-import { randomBytes } from "node:crypto";
+import { randomBytes, randomUUID } from "node:crypto";
 
 import type { SnapshotInfo, SnapshotPhase, SnapshotRequest, SnapshotStatus } from "./api/snapshots.js";
 import { reasonOf, sleep, throwIfAborted, unlessAborted } from "./abort.js";
-import { clientOr, entriesOf, type Client } from "./client.js";
+import { clientOr, entriesOf, type Client, type KeyOptions } from "./client.js";
+import { undo, withGrace } from "./creation.js";
 import { ConflictError, errorOf, ForkdError, isUncertain, NotFoundError, timedOut } from "./errors.js";
 import { given } from "./given.js";
 import { spawn, type CreateOptions, type Sandbox } from "./sandbox.js";
@@ -61,15 +62,8 @@ export class Snapshot {
     const command = typeof warm === "string" ? ["sh", "-c", warm] : warm && [...warm];
     const more = given({ warm_command: command, warm_python: warmPython, mem_size_mib: memSizeMib, vcpus, network });
     const body: SnapshotRequest = { image, tag, ...more };
-    const snapshot = new Snapshot(client, { tag, status: "writing" } as SnapshotInfo);
-    try {
-      // Without the signal: the daemon must have the tag before it can be removed.
-      snapshot.#info = await client.createSnapshot(body, { wait: false });
-    } catch (error) {
-      // An answer that was lost may have been a yes. A refusal was none: the tag may be another snapshot's.
-      if (error instanceof ForkdError && isUncertain(error)) await snapshot.delete().catch(() => {});
-      throw error;
-    }
+    // Without the signal: the daemon must have the tag before it can be removed.
+    const snapshot = await createOwned(client, (call) => client.createSnapshot(body, { wait: false }, call));
     try {
       return await snapshot.waitReady(options);
     } catch (error) {
@@ -157,5 +151,20 @@ export class Snapshot {
   /** Makes a snapshot without ancestors of it. */
   async compact(to: string, options: { signal?: AbortSignal } = {}): Promise<Snapshot> {
     return new Snapshot(this.#client, await this.#client.compactSnapshot(this.tag, { to }, options));
+  }
+}
+
+/**
+ * Sends a request that makes a snapshot. If its answer gets lost, the snapshot is removed, but only one that this very
+ * request made: the tag may have been another snapshot's.
+ */
+async function createOwned(client: Client, send: (options: KeyOptions) => Promise<SnapshotInfo>): Promise<Snapshot> {
+  const idempotencyKey = randomUUID();
+  try {
+    return new Snapshot(client, await send({ idempotencyKey }));
+  } catch (error) {
+    const remove = (info: SnapshotInfo): Promise<void> => new Snapshot(client, info).delete();
+    if (error instanceof ForkdError && isUncertain(error)) await withGrace(undo(send, idempotencyKey, remove));
+    throw error;
   }
 }
