@@ -16,7 +16,7 @@ import { throwIfAborted } from "./abort.js";
 import * as attempts from "./attempts.js";
 import { clientOr, entriesOf, type Client } from "./client.js";
 import { Commands } from "./commands.js";
-import { createOwned, end, type OnForkError } from "./creation.js";
+import { createOwned, end, endAll, type OnForkError } from "./creation.js";
 import { changesOf, type Change } from "./diff.js";
 import { asyncDispose } from "./dispose.js";
 import { ForkdError, InvalidRequestError } from "./errors.js";
@@ -309,7 +309,12 @@ export async function spawn(
   report("creating");
   const body = { ...source, ...wireOf(options) };
   const infos = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);
-  report("running");
+  try {
+    report("running");
+  } catch (error) {
+    await endAll(client, infos).catch(() => {});
+    throw error;
+  }
   return infos.map((info) => new Sandbox(client, info));
 }
 

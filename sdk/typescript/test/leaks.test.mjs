@@ -87,6 +87,15 @@ test("a create that times out leaves no sandbox either", async (t) => {
   await eventually(() => sandboxes.size === 0, "the sandbox ended");
 });
 
+test("a progress callback that throws leaves no sandbox", async (t) => {
+  const { client, requests, sandboxes } = await daemon(t);
+  const onProgress = ({ stage }) => {
+    if (stage === "running") throw new Error("boom");
+  };
+  await assert.rejects(forkd.Sandbox.create("a", { client: client(), onProgress }), { message: "boom" });
+  assert.deepEqual([requests[0].method, sandboxes.size], ["POST", 0]);
+});
+
 test("when some children do not start the others end, unless the caller wants them", async (t) => {
   const { sandbox, ids } = await source(t, { fail: (index) => (index === 1 ? "guest_failed" : undefined) });
   const error = await sandbox.fork(3).catch((error) => error);
