@@ -10,7 +10,7 @@ import { errorOf, ForkdError, ForkError, isUncertain, NotFoundError } from "./er
 /** What to do when only some of the children run. */
 export type OnForkError = "throw" | "return";
 
-/** How long a call that was aborted waits for its clean-up. Then the clean-up goes on without it. */
+/** How long a call that was aborted or timed out waits for its clean-up. Then the clean-up goes on without it. */
 const GRACE_MS = 5000;
 /** How long a clean-up tries. */
 const CLEAN_UP_MS = 60_000;
@@ -38,9 +38,8 @@ export async function createOwned(
     const uncertain = error instanceof ForkdError && isUncertain(error);
     if (signal?.aborted || uncertain) {
       const endThem = ({ children }: SpawnReply): Promise<void> => endAll(client, children);
-      const cleanUp = undo(send, idempotencyKey, endThem, uncertain ? undefined : pending);
-      // The caller waits for an abort's clean-up, and not once more after a time-out.
-      if (signal?.aborted) await withGrace(cleanUp);
+      // A program that does not catch the error ends at once, and its clean-up with it.
+      await withGrace(undo(send, idempotencyKey, endThem, uncertain ? undefined : pending));
     }
     throw signal?.aborted ? reasonOf(signal) : error;
   }
