@@ -242,7 +242,9 @@ class AsyncSandbox:
         if not wait:
             body["wait"] = False
         info = await self._client.branch_sandbox(self.id, body)
-        self._branches.append(info.tag)
+        if mode != "disk":
+            # A disk alone is nothing to go back to.
+            self._branches.append(info.tag)
         return AsyncSnapshot(info, self._client)
 
     async def rollback(self, to: Optional[str] = None) -> str:

@@ -268,7 +268,9 @@ class Sandbox:
         if not wait:
             body["wait"] = False
         info = self._client.branch_sandbox(self.id, body)
-        self._branches.append(info.tag)
+        if mode != "disk":
+            # A disk alone is nothing to go back to.
+            self._branches.append(info.tag)
         return Snapshot(info, self._client)
 
     def rollback(self, to: Optional[str] = None) -> str:

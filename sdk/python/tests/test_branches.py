@@ -1,0 +1,105 @@
+"""Branches, rollbacks, checkpoints and warm-ups, with a daemon that keeps a list of snapshots."""
+
+import asyncio
+
+import pytest
+
+import forkd
+from forkd import AsyncClient, AsyncSandbox, Sandbox
+
+INFO = dict(dir="", created_at_unix=1, bootable=False, kind="full", mem_size_mib=1, vcpus=1, network=True,
+            chain_depth=0, disk_bytes=0, memory_bytes=0, state_bytes=0)
+
+
+class Snapshots:
+    """The snapshots of the server, and where sandboxes were rolled back to. `first` may deal with a request."""
+
+    def __init__(self, server):
+        self.server, self.tags, self.rolled, self.replies = server, {}, [], {}
+        self.first = lambda request, connection: False
+        server.script = self.script
+
+    def script(self, request, connection):
+        return self.first(request, connection) or self.answer(request, connection)
+
+    def answer(self, request, connection):
+        path = request.path
+        if request.method == "POST" and (path.endswith("/branch") or path == "/v1/snapshots"):
+            if request.key not in self.replies:
+                self.replies[request.key] = self.make(request.json.get("tag") or "branch-%d" % len(self.replies))
+            connection.reply(*self.replies[request.key])
+        elif path.endswith("/rollback"):
+            to = request.json["to"]
+            if to not in self.tags and to != "parent":
+                return self.refuse(connection, 404, "snapshot_not_found")
+            self.rolled.append(to)
+            connection.reply(200, dict(self.sandbox(path.split("/")[3]), rolled_back_to=to))
+        elif path.startswith("/v1/snapshots/"):
+            tag = path.split("/")[3]
+            if tag not in self.tags:
+                return self.refuse(connection, 404, "snapshot_not_found")
+            if request.method == "DELETE":
+                del self.tags[tag]
+                connection.reply(204, body=b"")
+            else:
+                connection.reply(200, self.tags[tag])
+        else:
+            return False
+        return True
+
+    def make(self, tag):
+        if tag in self.tags:
+            return 409, {"error": "the tag is taken", "code": "tag_taken", "request_id": "r"}
+        self.tags[tag] = dict(INFO, tag=tag, status="ready")
+        return 201, self.tags[tag]
+
+    @staticmethod
+    def refuse(connection, status, code):
+        connection.reply(status, {"error": "refused", "code": code, "request_id": "r"})
+        return True
+
+    @staticmethod
+    def sandbox(id):
+        return dict(id=id, owner="l", state="running", vcpus=1, mem_size_mib=1, network=False, guest_addr="",
+                    created_at_unix=1, snapshot_tag="parent")
+
+
+@pytest.fixture
+def snapshots(server):
+    return Snapshots(server)
+
+
+@pytest.fixture
+def box(client):
+    with Sandbox.create("parent", client=client) as it:
+        yield it
+
+
+def in_asyncio(server, use):
+    """Runs `use(box)` with a sandbox of asyncio."""
+
+    async def main():
+        async with AsyncClient(server.url, "token", timeout=1.0) as client:
+            async with await AsyncSandbox.create("parent", client=client) as box:
+                return await use(box)
+
+    return asyncio.run(main())
+
+
+def test_a_rollback_goes_to_the_newest_branch_that_has_memory_and_is_there(server, snapshots, box):
+    async def use(box):
+        await box.branch("async")
+        await box.branch(mode="disk")
+        return await box.rollback()
+
+    one, two = box.branch("one"), box.branch("two")
+    box.branch("a-disk", mode="disk")
+    assert box.rollback() == "two"
+    two.delete()
+    assert box.rollback() == "one"
+    one.delete()
+    assert box.rollback() == "parent"
+    with pytest.raises(forkd.NotFoundError):
+        box.rollback("two")
+    assert in_asyncio(server, use) == "async"
+    assert snapshots.rolled == ["two", "one", "parent", "async"]
