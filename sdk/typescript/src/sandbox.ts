@@ -97,7 +97,7 @@ export class Sandbox {
   readonly commands: Commands;
   readonly files: Files;
   /** What `rollback` returns to: branches made here, the newest last. */
-  readonly #branches: string[] = [];
+  #branches: string[] = [];
   readonly #origin: string | undefined;
 
   /** @internal */
@@ -222,10 +222,19 @@ export class Sandbox {
     return new Snapshot(this.client, info);
   }
 
-  /** Goes back to a snapshot: by default to the newest branch made by this object, else to where it came from. */
+  /** Goes back to a snapshot: by default to the newest branch made by this object that is left, else to where it came from. */
   async rollback(to?: string | Snapshot, options: Signal = {}): Promise<SandboxInfo> {
-    const target = to === undefined ? (this.#branches.at(-1) ?? this.#origin) : tagOf(to);
-    return this.client.rollbackSandbox(this.id, given({ to: target }), options);
+    if (to !== undefined) return this.client.rollbackSandbox(this.id, { to: tagOf(to) }, options);
+    for (const tag of [...this.#branches].reverse()) {
+      try {
+        return await this.client.rollbackSandbox(this.id, { to: tag }, options);
+      } catch (error) {
+        if (!(error instanceof ForkdError) || error.code !== "snapshot_not_found") throw error;
+        // It was deleted: an older one is next.
+        this.#branches = this.#branches.filter((each) => each !== tag);
+      }
+    }
+    return this.client.rollbackSandbox(this.id, given({ to: this.#origin }), options);
   }
 
   pause(options: Signal = {}): Promise<SandboxInfo> {

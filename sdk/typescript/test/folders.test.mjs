@@ -166,7 +166,7 @@ test("a diff names what was added, removed, modified, and what became another ty
 });
 
 /** A daemon that logs what is asked of its sandbox. */
-async function logged(t, rollback = (exchange) => exchange.answer(200, info)) {
+async function logged(t, { rollback = (exchange) => exchange.answer(200, info) } = {}) {
   const log = [];
   const { client } = await served(t, async (exchange) => {
     const body = await exchange.json();
@@ -176,7 +176,7 @@ async function logged(t, rollback = (exchange) => exchange.answer(200, info)) {
     }
     if (exchange.path.endsWith("/rollback")) {
       log.push(`rollback ${body.to}`);
-      return rollback(exchange);
+      return rollback(exchange, body);
     }
     log.push(`${exchange.method} ${exchange.path.split("/").at(-1)}`);
     exchange.answer(204);
@@ -203,7 +203,7 @@ test("a checkpoint rolls back when its body throws, and removes its branch eithe
 });
 
 test("a rollback that fails says so, and has the first error as its cause", async (t) => {
-  const { log, sandbox } = await logged(t, (exchange) => exchange.refuse(502, "guest_failed"));
+  const { log, sandbox } = await logged(t, { rollback: (exchange) => exchange.refuse(502, "guest_failed") });
   const boom = new Error("boom");
   const error = await sandbox.checkpoint(() => Promise.reject(boom), { tag: "c" }).catch((error) => error);
   assert.deepEqual([error.code, error.cause], ["guest_failed", boom]);
@@ -220,4 +220,20 @@ test("a rollback goes to the newest branch of the object, or to where the sandbo
   await sandbox.rollback(branch);
   const expected = ["rollback origin", "branch live undefined", "branch live false", "rollback two", "rollback one"];
   assert.deepEqual(log, expected);
+});
+
+test("a rollback passes over branches that were deleted", async (t) => {
+  let gone = ["two", "three"];
+  const rollback = (exchange, { to }) =>
+    gone.includes(to) ? exchange.refuse(404, "snapshot_not_found") : exchange.answer(200, info);
+  const { log, sandbox } = await logged(t, { rollback });
+  for (const tag of ["one", "two", "three"]) await sandbox.branch({ tag });
+  log.splice(0);
+  await sandbox.rollback();
+  await sandbox.rollback();
+  assert.deepEqual(log.splice(0), ["rollback three", "rollback two", "rollback one", "rollback one"]);
+  gone = ["one"];
+  await sandbox.rollback();
+  assert.deepEqual(log, ["rollback one", "rollback origin"]);
+  await assert.rejects(sandbox.rollback("one"), forkd.NotFoundError);
 });
