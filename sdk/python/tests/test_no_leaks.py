@@ -155,6 +155,51 @@ def test_an_interrupt_during_try_each_ends_all_children(server):
     assert "KeyboardInterrupt" in error and not server.alive
 
 
+NESTED = """
+    import time
+    from forkd import Sandbox
+    def wait(child): time.sleep(600)
+    def nest(child): child.try_each([wait] * 2)
+    with Sandbox.create("parent") as box:
+        box.try_each([nest] * 2)
+    """
+
+
+def test_an_interrupt_during_nested_tries_ends_the_children_of_all_threads(server):
+    error = interrupted(server, NESTED, lambda: len(server.alive) == 7)
+    assert "KeyboardInterrupt" in error and not server.alive
+
+
+def test_an_interrupt_in_the_middle_of_a_nested_fork_leaves_nothing(server):
+    def script(request, connection):
+        server.delay = 1.0 if request.path == "/v1/sandboxes/sb1/fork" else 0.0
+        return False
+
+    server.script = script
+    error = interrupted(server, NESTED, lambda: server.count("POST", "/v1/sandboxes/sb1/fork") == 1)
+    assert "KeyboardInterrupt" in error and not server.alive
+
+
+def test_a_forked_process_leaves_the_children_of_its_parent(server):
+    program = """
+        import os, sys
+        from forkd import Sandbox
+        def fork(child):
+            pid = os.fork()
+            if pid == 0:
+                # As a process ends whose threads are over.
+                __import__("atexit")._run_exitfuncs()
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return child.eval("1")
+        with Sandbox.create("parent") as box:
+            box.first_success([fork])
+        """
+    environment = dict(os.environ, FORKD_URL=server.url)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True, timeout=60)
+    assert server.count("DELETE", "/v1/sandboxes/sb1") == 1 and not server.alive
+
+
 def test_an_interrupt_of_asyncio_ends_all_children(server):
     program = """
         import asyncio

@@ -77,9 +77,9 @@ def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[l
     raise error
 
 
-def undo(call: Call[SpawnReply]) -> Steps[None]:
-    """Ends what a request made whose reply never came."""
-    until = time.monotonic() + CLEAN_UP_SECONDS
+def undo(call: Call[SpawnReply], until: Optional[float] = None) -> Steps[None]:
+    """Ends what a request made whose reply never came, until a time of the monotonic clock."""
+    until = until or time.monotonic() + CLEAN_UP_SECONDS
     call = dataclasses.replace(call, patience=0.0)
     while time.monotonic() < until:
         try:
