@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, AsyncGenerator, AsyncIterator, Awaitable,
 from . import requests as bodies
 from . import async_trying, routes, steps
 from .changes import Change, changes
-from .async_client import AsyncClient, default_async_client, loop_is_closing
+from .async_client import AsyncClient, default_async_client, finish, loop_is_closing
 from .code import Execution, execution_of, value_of
 from .command import DEFAULT, Command, Timeout, seconds
 from .async_commands import AsyncCommandHandle, AsyncCommands
@@ -16,7 +16,6 @@ from .async_files import AsyncFiles
 from .models import EvalReply, ExecReply, OnTimeout, PingReply, SandboxInfo, SandboxState, Stats, Tree
 from .options import create_body, fork_body, label_filter, update_body
 from .async_snapshot import AsyncSnapshot
-from .async_trying import finish
 from .steps import OnProgress
 from .trying import Outcome
 
