@@ -1,6 +1,8 @@
 """Branches, rollbacks, checkpoints and warm-ups, with a daemon that keeps a list of snapshots."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 
@@ -103,3 +105,80 @@ def test_a_rollback_goes_to_the_newest_branch_that_has_memory_and_is_there(serve
         box.rollback("two")
     assert in_asyncio(server, use) == "async"
     assert snapshots.rolled == ["two", "one", "parent", "async"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_checkpoint_whose_answer_is_lost_leaves_no_branch(server, snapshots, box, known):
+    """`known`: the daemon still knows the request when it is sent again."""
+
+    def first(request, connection):
+        if not request.path.endswith("/branch"):
+            return False
+        if tries.count(request.key) < 4:
+            tries.append(request.key)
+            snapshots.answer(request, Lost())
+            connection.reset()
+            return True
+        return not known and snapshots.refuse(connection, 409, "idempotency_outcome_unknown")
+
+    class Lost:
+        def reply(self, *args):
+            pass
+
+    async def use(box):
+        async with box.checkpoint():
+            pytest.fail("there is no branch")
+
+    tries, snapshots.first = [], first
+    with pytest.raises(forkd.StreamBrokenError):
+        with box.checkpoint():
+            pytest.fail("there is no branch")
+    with pytest.raises(forkd.StreamBrokenError):
+        in_asyncio(server, use)
+    assert not snapshots.tags
+    # A tag of the program's own may be that of another snapshot.
+    snapshots.make("mine")
+    with pytest.raises(forkd.StreamBrokenError):
+        with box.checkpoint("mine"):
+            pytest.fail("there is no branch")
+    assert list(snapshots.tags) == ["mine"]
+
+
+def test_a_cancelled_checkpoint_leaves_no_branch(server, snapshots):
+    branched, answered = threading.Event(), threading.Event()
+
+    def first(request, connection):
+        if not request.path.endswith("/branch") or branched.is_set():
+            return False
+        branched.set()
+        time.sleep(0.3)
+        try:
+            return snapshots.answer(request, connection)
+        finally:
+            answered.set()
+
+    async def enter(box):
+        async with box.checkpoint():
+            pytest.fail("it was cancelled")
+
+    async def use(box):
+        task = asyncio.ensure_future(enter(box))
+        while not branched.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    snapshots.first = first
+    in_asyncio(server, use)
+    assert answered.wait(20) and not snapshots.tags
+
+
+def test_a_checkpoint_rolls_back_and_goes(server, snapshots, box):
+    with box.checkpoint("kept") as branch:
+        assert list(snapshots.tags) == [branch.tag] == ["kept"]
+    with pytest.raises(ZeroDivisionError):
+        with box.checkpoint() as branch:
+            1 / 0
+    assert snapshots.rolled == [branch.tag] and not snapshots.tags
+    assert box.rollback() == "parent"

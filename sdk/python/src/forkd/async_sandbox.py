@@ -280,7 +280,8 @@ class AsyncSandbox:
         ...     print(await sandbox.eval("x"))
         1
         """
-        branch = await self.branch(tag, wait=False)
+        branch = AsyncSnapshot(await self._client.run(steps.checkpoint(self.id, tag)), self._client)
+        self._branches.append(branch.tag)
         error: Optional[BaseException] = None
         try:
             yield branch

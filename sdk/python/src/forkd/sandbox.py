@@ -307,7 +307,8 @@ class Sandbox:
         ...     sandbox.eval("x")
         1
         """
-        branch = self.branch(tag, wait=False)
+        branch = Snapshot(self._client.run(steps.checkpoint(self.id, tag)), self._client)
+        self._branches.append(branch.tag)
         try:
             yield branch
         except BaseException:

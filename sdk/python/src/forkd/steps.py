@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from typing import Callable, Iterable, Optional
+from typing import Callable, Iterable, Optional, TypeVar
 
 from . import requests as bodies
 from . import routes
@@ -21,6 +21,7 @@ from .models import SandboxInfo, SnapshotInfo, SpawnReply
 # How long a clean-up may take.
 CLEAN_UP_SECONDS = 60.0
 OnProgress = Callable[[str], None]
+T = TypeVar("T")
 
 
 def outcome_unknown(error: BaseException) -> bool:
@@ -79,18 +80,55 @@ def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[l
 
 def undo(call: Call[SpawnReply], until: Optional[float] = None) -> Steps[None]:
     """Ends what a request made whose reply never came, until a time of the monotonic clock."""
+    reply = yield from lost_reply(call, until)
+    if reply is not None:
+        yield from kill([child.id for child in reply.children])
+
+
+def lost_reply(call: Call[T], until: Optional[float] = None) -> Steps[Optional[T]]:
+    """The reply that never came; None if the daemon refused the request or does not answer."""
     until = until or time.monotonic() + CLEAN_UP_SECONDS
     call = dataclasses.replace(call, patience=0.0)
     while time.monotonic() < until:
         try:
-            reply = yield from ask(call)
+            return (yield from ask(call))
         except ForkdError as error:
             if error.code == "idempotency_in_progress" or isinstance(error, (StreamBrokenError, TimeoutError)):
                 yield from sleep(0.2)
                 continue
-            return
-        yield from kill([child.id for child in reply.children])
-        return
+            break
+    return None
+
+
+def make_snapshot(call: Call[SnapshotInfo], own_tag: Optional[str]) -> Steps[SnapshotInfo]:
+    """Sends a request that makes a snapshot. If its outcome is unknown, what it made is removed.
+
+    A tag that the caller chose may be another snapshot's: then only the reply tells. `own_tag` is one that no other has.
+    """
+    try:
+        return (yield from ask(call))
+    except BaseException as error:
+        if outcome_unknown(error):
+            made = yield from lost_reply(call)
+            tag = made.tag if made is not None else own_tag
+            if tag is not None:
+                yield from discard(tag)
+        raise
+
+
+def discard(tag: str) -> Steps[None]:
+    """Removes a snapshot after an error, which is what the caller gets."""
+    try:
+        yield from delete_quietly(tag)
+    except ForkdError:
+        pass
+
+
+def checkpoint(id: str, tag: Optional[str]) -> Steps[SnapshotInfo]:
+    """Makes the branch of a checkpoint."""
+    own_tag = None if tag else new_tag("checkpoint-" + id)
+    body: bodies.BranchRequest = {"tag": tag or own_tag, "mode": "live", "wait": False}
+    return (yield from make_snapshot(routes.branch_sandbox(id, body), own_tag))
 
 
 def rollback(id: str, branches: list[str], source: Optional[str]) -> Steps[str]:
