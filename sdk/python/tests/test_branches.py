@@ -7,7 +7,7 @@ import time
 import pytest
 
 import forkd
-from forkd import AsyncClient, AsyncSandbox, Sandbox
+from forkd import AsyncClient, AsyncSandbox, AsyncSnapshot, Sandbox, Snapshot
 
 INFO = dict(dir="", created_at_unix=1, bootable=False, kind="full", mem_size_mib=1, vcpus=1, network=True,
             chain_depth=0, disk_bytes=0, memory_bytes=0, state_bytes=0)
@@ -182,3 +182,46 @@ def test_a_checkpoint_rolls_back_and_goes(server, snapshots, box):
             1 / 0
     assert snapshots.rolled == [branch.tag] and not snapshots.tags
     assert box.rollback() == "parent"
+
+
+@pytest.mark.parametrize("status, error", [("writing", forkd.TimeoutError), ("failed", forkd.GuestError)])
+def test_a_warm_up_that_does_not_succeed_leaves_no_snapshot(server, snapshots, client, status, error):
+    def first(request, connection):
+        for tag in snapshots.tags:
+            snapshots.tags[tag].update(status=status, error="the guest ended", error_code="guest_failed")
+        return False
+
+    async def use():
+        async with AsyncClient(server.url, "token") as client:
+            await AsyncSnapshot.warm("python", timeout=0, client=client)
+
+    snapshots.first = first
+    with pytest.raises(error, match="the guest ended|longer timeout"):
+        Snapshot.warm("python", "t", timeout=0, client=client)
+    with pytest.raises(error):
+        asyncio.run(use())
+    assert server.count("POST", "/v1/snapshots") == 2 and not snapshots.tags
+
+
+def test_a_warm_up_removes_no_snapshot_that_was_there_before(server, snapshots, client):
+    def first(request, connection):
+        tries.append(request.key)
+        return len(tries) <= 4 and not connection.reset()
+
+    tries = []
+    snapshots.make("t")
+    with pytest.raises(forkd.ConflictError) as refused:
+        Snapshot.warm("python", "t", client=client)
+    assert refused.value.code == "tag_taken"
+    snapshots.first = first
+    with pytest.raises(forkd.StreamBrokenError):
+        Snapshot.warm("python", "t", client=client)
+    assert len(set(tries)) == 1 and list(snapshots.tags) == ["t"]
+
+
+def test_a_wait_that_is_too_short_leaves_the_snapshot(snapshots, client):
+    snapshots.make("t")
+    snapshots.tags["t"]["status"] = "writing"
+    with pytest.raises(forkd.TimeoutError, match="longer timeout"):
+        Snapshot.get("t", client).wait_ready(0)
+    assert list(snapshots.tags) == ["t"]

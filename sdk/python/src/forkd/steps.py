@@ -149,7 +149,7 @@ def rollback(id: str, branches: list[str], source: Optional[str]) -> Steps[str]:
 
 
 def wait_ready(tag: str, timeout: float, progress: Optional[OnProgress]) -> Steps[SnapshotInfo]:
-    """Waits until a snapshot is on disk, and reports what the daemon does meanwhile."""
+    """Waits until a snapshot is on disk, and reports what the daemon does. The daemon goes on also if the wait ends."""
     until = time.monotonic() + timeout
     reported, pause = "", 0.05
     while True:
@@ -164,7 +164,7 @@ def wait_ready(tag: str, timeout: float, progress: Optional[OnProgress]) -> Step
             reason = info.error or f"the snapshot {tag} is {info.status}"
             raise error_for(info.error_code or "snapshot_failed", f"{tag}: {reason}")
         if time.monotonic() > until:
-            raise TimeoutError(f"{tag} is not ready after {timeout:g} s ({now}). The daemon goes on with it")
+            raise TimeoutError(f"{now}: it is not ready after {timeout:g} s; give a longer timeout")
         yield from sleep(pause)
         pause = min(pause * 1.5, 1.0)
 
@@ -180,24 +180,13 @@ def describe(info: SnapshotInfo) -> str:
 
 
 def warm(body: bodies.SnapshotRequest, timeout: float, progress: Optional[OnProgress]) -> Steps[SnapshotInfo]:
-    """Makes a snapshot. An interrupt cancels the work of the daemon."""
-    call = routes.create_snapshot(body, wait=False)
-    tag = body["tag"]
-    made = False
+    """Makes a snapshot. An interrupt, an error or a time-out cancels the daemon's work: there is no snapshot then."""
+    info = yield from make_snapshot(routes.create_snapshot(body, wait=False), None)
     try:
-        yield from ask(call)
-        made = True
-        return (yield from wait_ready(tag, timeout, progress))
-    except BaseException as error:
-        # A failed snapshot stays, with the reason; a half-made one is cancelled.
-        if isinstance(error, ForkdError) and not outcome_unknown(error):
-            raise
-        try:
-            if not made:
-                yield from ask(call)
-            yield from ask(again(routes.delete_snapshot(tag)))
-        except ForkdError:
-            pass
+        return (yield from wait_ready(info.tag, timeout, progress))
+    except BaseException:
+        # A failed snapshot goes, too: the error has its reason.
+        yield from discard(info.tag)
         raise
 
 
