@@ -23,7 +23,7 @@ import { ForkdError, InvalidRequestError } from "./errors.js";
 import { executionOf, valueOf, type Execution } from "./execution.js";
 import { Files, type FileOptions } from "./files.js";
 import { given } from "./given.js";
-import { Snapshot } from "./snapshot.js";
+import { remove, Snapshot } from "./snapshot.js";
 
 /** What a child or a new sandbox gets. */
 export interface ChildOptions {
@@ -281,22 +281,24 @@ export class Sandbox {
     throwIfAborted(signal);
     const name = tag ?? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}`;
     // Without the signal: a branch under way can not be removed yet.
-    const branch = await this.client.branchSandbox(this.id, { tag: name, mode: "live", wait: false });
+    const info = await this.client.branchSandbox(this.id, { tag: name, mode: "live", wait: false });
+    const branch = new Snapshot(this.client, info);
+    let result: T;
     try {
       throwIfAborted(signal);
-      return await body();
+      result = await body();
     } catch (error) {
-      try {
-        await this.client.rollbackSandbox(this.id, { to: branch.tag });
-      } catch (cause) {
-        const why = cause instanceof Error ? cause.message : String(cause);
-        const code = cause instanceof ForkdError ? cause.code : "unknown";
-        throw new ForkdError(`the work failed, and so did the rollback to before it: ${why}`, { code, cause: error });
-      }
-      throw error;
-    } finally {
-      await new Snapshot(this.client, branch).delete();
+      const rollback = this.client.rollbackSandbox(this.id, { to: branch.tag });
+      const failed = await rollback.then(
+        () => undefined,
+        (cause: unknown) => rollbackFailed(cause, error),
+      );
+      // What went wrong first is what the caller gets.
+      await remove(branch).catch(() => {});
+      throw failed ?? error;
     }
+    await remove(branch);
+    return result;
   }
 
   /** What differs in the files of `other`: `added` is in `other` alone. */
@@ -304,6 +306,13 @@ export class Sandbox {
     const [before, after] = await Promise.all([this.files.tree(path, options), other.files.tree(path, options)]);
     return changesOf(before, after);
   }
+}
+
+/** The error when a sandbox does not go back to before `work` failed. */
+function rollbackFailed(cause: unknown, work: unknown): ForkdError {
+  const why = cause instanceof Error ? cause.message : String(cause);
+  const code = cause instanceof ForkdError ? cause.code : "unknown";
+  return new ForkdError(`the work failed, and so did the rollback to before it: ${why}`, { code, cause: work });
 }
 
 /** Creates sandboxes. @internal */

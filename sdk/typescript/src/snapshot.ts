@@ -168,3 +168,13 @@ async function createOwned(client: Client, send: (options: KeyOptions) => Promis
     throw error;
   }
 }
+
+/** Removes a branch that is no longer needed; snapshots that are built on it keep their layers. @internal */
+export async function remove(branch: Snapshot): Promise<void> {
+  try {
+    await branch.delete();
+  } catch (error) {
+    if (!(error instanceof ConflictError)) throw error;
+    await branch.delete({ force: true });
+  }
+}

@@ -166,7 +166,7 @@ test("a diff names what was added, removed, modified, and what became another ty
 });
 
 /** A daemon that logs what is asked of its sandbox. */
-async function logged(t, { rollback = (exchange) => exchange.answer(200, info) } = {}) {
+async function logged(t, { rollback = (exchange) => exchange.answer(200, info), remove } = {}) {
   const log = [];
   const { client } = await served(t, async (exchange) => {
     const body = await exchange.json();
@@ -178,8 +178,8 @@ async function logged(t, { rollback = (exchange) => exchange.answer(200, info) }
       log.push(`rollback ${body.to}`);
       return rollback(exchange, body);
     }
-    log.push(`${exchange.method} ${exchange.path.split("/").at(-1)}`);
-    exchange.answer(204);
+    log.push(`${exchange.method} ${exchange.path.split("/").at(-1)}${exchange.url.search}`);
+    if (remove === undefined || !remove(exchange)) exchange.answer(204);
   });
   return { log, sandbox: new forkd.Sandbox(client(), info) };
 }
@@ -209,6 +209,30 @@ test("a rollback that fails says so, and has the first error as its cause", asyn
   assert.deepEqual([error.code, error.cause], ["guest_failed", boom]);
   assert.match(error.message, /rollback/);
   assert.equal(log.at(-1), "DELETE c");
+});
+
+test("the branch of a checkpoint is removed also if other snapshots are built on it", async (t) => {
+  const remove = (exchange) => {
+    if (exchange.url.search === "") exchange.refuse(409, "snapshot_in_use");
+    else return false;
+    return true;
+  };
+  const { log, sandbox } = await logged(t, { remove });
+  assert.equal(await sandbox.checkpoint(async () => 5, { tag: "c" }), 5);
+  assert.deepEqual(log, ["branch live false", "DELETE c", "DELETE c?force=true"]);
+});
+
+test("an error of the body is what a checkpoint throws, also if its branch cannot be removed", async (t) => {
+  const remove = (exchange) => {
+    exchange.refuse(500, "internal");
+    return true;
+  };
+  const { sandbox } = await logged(t, { remove });
+  await assert.rejects(sandbox.checkpoint(() => Promise.reject(new Error("boom"))), { message: "boom" });
+  await assert.rejects(
+    sandbox.checkpoint(async () => 5),
+    { code: "internal" },
+  );
 });
 
 test("a rollback goes to the newest branch of the object, or to where the sandbox came from", async (t) => {
