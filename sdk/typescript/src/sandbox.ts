@@ -11,10 +11,10 @@ import type {
   Stats,
   UpdateRequest,
 } from "./api/sandboxes.js";
-import type { Tree } from "./api/snapshots.js";
+import type { BranchRequest, SnapshotInfo, Tree } from "./api/snapshots.js";
 import { throwIfAborted } from "./abort.js";
 import * as attempts from "./attempts.js";
-import { clientOr, entriesOf, type Client } from "./client.js";
+import { clientOr, entriesOf, type Client, type KeyOptions } from "./client.js";
 import { Commands } from "./commands.js";
 import { createOwned, end, endAll, type OnForkError } from "./creation.js";
 import { changesOf, type Change } from "./diff.js";
@@ -23,7 +23,7 @@ import { ForkdError, InvalidRequestError } from "./errors.js";
 import { executionOf, valueOf, type Execution } from "./execution.js";
 import { Files, type FileOptions } from "./files.js";
 import { given } from "./given.js";
-import { remove, Snapshot } from "./snapshot.js";
+import { createSnapshot, remove, Snapshot } from "./snapshot.js";
 
 /** What a child or a new sandbox gets. */
 export interface ChildOptions {
@@ -279,10 +279,11 @@ export class Sandbox {
   /** Runs `body`. If it throws, the sandbox goes back to the moment before, and the error goes on. */
   async checkpoint<T>(body: () => T | Promise<T>, { tag, signal }: { tag?: string } & Signal = {}): Promise<T> {
     throwIfAborted(signal);
-    const name = tag ?? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}`;
+    const own = tag === undefined ? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}` : undefined;
+    const request: BranchRequest = given({ tag: tag ?? own, mode: "live", wait: false });
     // Without the signal: a branch under way can not be removed yet.
-    const info = await this.client.branchSandbox(this.id, { tag: name, mode: "live", wait: false });
-    const branch = new Snapshot(this.client, info);
+    const send = (call: KeyOptions): Promise<SnapshotInfo> => this.client.branchSandbox(this.id, request, call);
+    const branch = await createSnapshot(this.client, send, own);
     let result: T;
     try {
       throwIfAborted(signal);

@@ -63,7 +63,7 @@ export class Snapshot {
     const more = given({ warm_command: command, warm_python: warmPython, mem_size_mib: memSizeMib, vcpus, network });
     const body: SnapshotRequest = { image, tag, ...more };
     // Without the signal: the daemon must have the tag before it can be removed.
-    const snapshot = await createOwned(client, (call) => client.createSnapshot(body, { wait: false }, call));
+    const snapshot = await createSnapshot(client, (call) => client.createSnapshot(body, { wait: false }, call));
     try {
       return await snapshot.waitReady(options);
     } catch (error) {
@@ -155,17 +155,26 @@ export class Snapshot {
 }
 
 /**
- * Sends a request that makes a snapshot. If its answer gets lost, the snapshot is removed, but only one that this very
- * request made: the tag may have been another snapshot's.
+ * Sends a request that makes a snapshot. If its answer gets lost, what this very request made is removed: the tag may be
+ * that of an older snapshot. `ownTag` is one that no other snapshot has. @internal
  */
-async function createOwned(client: Client, send: (options: KeyOptions) => Promise<SnapshotInfo>): Promise<Snapshot> {
+export async function createSnapshot(
+  client: Client,
+  send: (options: KeyOptions) => Promise<SnapshotInfo>,
+  ownTag?: string,
+): Promise<Snapshot> {
   const idempotencyKey = randomUUID();
   try {
     return new Snapshot(client, await send({ idempotencyKey }));
   } catch (error) {
-    const remove = (info: SnapshotInfo): Promise<void> => new Snapshot(client, info).delete();
-    if (error instanceof ForkdError && isUncertain(error)) await withGrace(undo(send, idempotencyKey, remove));
+    if (error instanceof ForkdError && isUncertain(error)) await withGrace(undone());
     throw error;
+  }
+
+  async function undone(): Promise<void> {
+    const known = await undo(send, idempotencyKey, (info) => new Snapshot(client, info).delete());
+    if (known || ownTag === undefined) return;
+    await new Snapshot(client, { tag: ownTag } as SnapshotInfo).delete().catch(() => {});
   }
 }
 

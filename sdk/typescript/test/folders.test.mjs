@@ -166,11 +166,12 @@ test("a diff names what was added, removed, modified, and what became another ty
 });
 
 /** A daemon that logs what is asked of its sandbox. */
-async function logged(t, { rollback = (exchange) => exchange.answer(200, info), remove } = {}) {
+async function logged(t, { rollback = (exchange) => exchange.answer(200, info), branch, remove } = {}) {
   const log = [];
   const { client } = await served(t, async (exchange) => {
     const body = await exchange.json();
     if (exchange.path.endsWith("/branch")) {
+      if (branch !== undefined) return branch(exchange, body);
       log.push(`branch ${body.mode} ${body.wait}`);
       return exchange.answer(202, { tag: body.tag ?? "made", status: "writing" });
     }
@@ -228,11 +229,43 @@ test("an error of the body is what a checkpoint throws, also if its branch canno
     return true;
   };
   const { sandbox } = await logged(t, { remove });
-  await assert.rejects(sandbox.checkpoint(() => Promise.reject(new Error("boom"))), { message: "boom" });
+  await assert.rejects(
+    sandbox.checkpoint(() => Promise.reject(new Error("boom"))),
+    { message: "boom" },
+  );
   await assert.rejects(
     sandbox.checkpoint(async () => 5),
     { code: "internal" },
   );
+});
+
+test("a checkpoint whose answer is lost leaves no branch, and none that was there before is removed", async (t) => {
+  let lost;
+  let then;
+  const tags = [];
+  const branch = (exchange, { tag }) => {
+    tags.push(tag);
+    return lost-- > 0 ? exchange.reset() : then(exchange, tag);
+  };
+  const { log, sandbox } = await logged(t, { branch });
+  const checkpoint = (tag) =>
+    assert.rejects(
+      sandbox.checkpoint(() => assert.fail("there is no branch"), { tag }),
+      { code: "stream_broken" },
+    );
+  // More than the transport tries.
+  for (const [answer, tag, removed] of [
+    [(exchange, tag) => exchange.answer(202, { tag, status: "writing" }), "mine", true],
+    [(exchange) => exchange.refuse(409, "tag_taken"), "mine", false],
+    [(exchange, tag) => exchange.answer(202, { tag, status: "writing" }), undefined, true],
+    [(exchange) => exchange.refuse(409, "idempotency_outcome_unknown"), undefined, true],
+  ]) {
+    [lost, then] = [4, answer];
+    tags.length = log.length = 0;
+    await checkpoint(tag);
+    assert.equal(new Set(tags).size, 1);
+    assert.deepEqual(log, removed ? [`DELETE ${tags[0]}`] : []);
+  }
 });
 
 test("a rollback goes to the newest branch of the object, or to where the sandbox came from", async (t) => {
