@@ -136,8 +136,10 @@ export class Snapshot {
   /** Removes it. Sandboxes that were forked from it keep running. One that was removed before is no error. */
   async delete(options: { cascade?: boolean; force?: boolean; signal?: AbortSignal } = {}): Promise<void> {
     const { cascade, force, signal } = options;
+    const path = `/v1/snapshots/${encodeURIComponent(this.tag)}`;
     try {
-      await this.#client.deleteSnapshot(this.tag, { cascade, force }, { signal });
+      const call = { method: "DELETE" as const, path, query: { cascade, force }, repeatable: true, signal };
+      await this.#client.transport.json(call);
     } catch (error) {
       if (!(error instanceof ForkdError) || error.code !== "snapshot_not_found") throw error;
     }

@@ -113,6 +113,17 @@ test("a snapshot whose answer was lost is removed, and one of the same tag that 
   assert.deepEqual([requests.at(-1).method, requests.at(-1).request.url], ["DELETE", "/v1/snapshots/a"]);
 });
 
+test("the removal of a snapshot is sent again when its answer is lost", async (t) => {
+  let times = 0;
+  const { client, requests } = await served(t, (exchange) => {
+    if (exchange.method === "GET") return exchange.answer(200, { tag: "a/b", status: "ready" });
+    return ++times === 1 ? exchange.reset() : exchange.refuse(404, "snapshot_not_found");
+  });
+  await (await forkd.Snapshot.get("a/b", { client: client() })).delete({ force: true });
+  assert.equal(times, 2);
+  assert.equal(requests.at(-1).request.url, "/v1/snapshots/a%2Fb?force=true");
+});
+
 test("a list goes through all of its pages", async (t) => {
   const { client } = await served(t, (exchange) => {
     const cursor = exchange.url.searchParams.get("cursor");
