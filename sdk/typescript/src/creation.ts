@@ -94,12 +94,13 @@ export async function endAll(client: Client, sandboxes: readonly { id: string }[
   if (failed !== undefined) throw failed.reason;
 }
 
-export async function end(client: Client, id: string): Promise<boolean> {
+export async function end(client: Client, id: string, signal?: AbortSignal): Promise<boolean> {
   try {
     await client.transport.json({
       method: "DELETE",
       path: `/v1/sandboxes/${encodeURIComponent(id)}`,
       repeatable: true,
+      signal,
     });
     return true;
   } catch (error) {

@@ -177,8 +177,8 @@ export class Sandbox {
   }
 
   /** Ends it at once. Returns false if it had ended before. */
-  kill(): Promise<boolean> {
-    return end(this.client, this.id);
+  kill(options: Signal = {}): Promise<boolean> {
+    return end(this.client, this.id, options.signal);
   }
 
   /** The output of the guest's console, or its last lines. */
