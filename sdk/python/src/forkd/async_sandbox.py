@@ -58,17 +58,19 @@ class AsyncSandbox:
         network: Optional[bool] = None,
         memory_limit_mib: Optional[int] = None,
         image: Optional[str] = None,
+        mem_size_mib: Optional[int] = None,
+        vcpus: Optional[int] = None,
         client: Optional[AsyncClient] = None,
         on_progress: Optional[OnProgress] = None,
     ) -> Self:
-        """Forks a sandbox from a snapshot (its tag), or boots one from an `image`.
+        """Forks a sandbox from a snapshot (its tag), or boots one from an `image`, with `mem_size_mib` and `vcpus`.
 
         It lives for `timeout` seconds, or until `idle_timeout` seconds have passed without use; for ever by default. Then
         the daemon does `on_timeout`: `"kill"`, `"pause"` or `"suspend"`. `envs` reach every process in it: secrets go here.
         """
         client = client or default_async_client()
         body = create_body(
-            snapshot, 1, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib, image
+            snapshot, 1, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib, image, mem_size_mib, vcpus
         )
         if on_progress is not None:
             on_progress(f"booting {image}" if image else f"forking from {body.get('snapshot_tag')}")
