@@ -38,7 +38,8 @@ class Sandbox:
     'hello\\n'
 
     `Sandbox(tag)` forks from a snapshot, too, as clients of the reference do: there a status other than 0 raises no error, and
-    `eval` returns a text. With `target="HOST:PORT", spawn=False` it talks to an agent port and to no daemon.
+    `eval` returns a text. With `target="HOST:PORT", spawn=False` it talks to an agent port and to no daemon. `timeout` is how
+    many seconds the agent port may be silent. A fork needs none: the daemon returns it when its agent answers.
     """
 
     def __init__(
@@ -48,22 +49,19 @@ class Sandbox:
         if spawn:
             tag = tag or os.environ.get("FORKD_TAG") or REFERENCE_TAG
             info = _create(client, create_body(tag, 1, None, None, None, None, None, None, None))
-            self._set(client, info, reference=True, wait=timeout)
+            self._set(client, info, reference=True)
             return
         target = target or os.environ.get("FORKD_TARGET")
         if not target:
             raise InvalidRequestError("give target= or FORKD_TARGET, as `forkd agent-port` prints it, or spawn=True")
-        self._set(client, None, reference=True, wait=timeout)
+        self._set(client, None, reference=True)
         self._line = JsonLines(target, timeout)
         self.target = target
 
-    def _set(
-        self, client: Client, info: Optional[SandboxInfo], reference: bool = False, wait: float = 30
-    ) -> None:
+    def _set(self, client: Client, info: Optional[SandboxInfo], reference: bool = False) -> None:
         self._client = client
         self._info = info
         self._reference = reference
-        self._wait = wait
         self._line: Optional[JsonLines] = None
         self._branches: list[str] = []
         self.target = info.guest_addr if info else ""
