@@ -53,7 +53,15 @@ export class Snapshot {
     this.#info = info;
   }
 
-  /** Boots a guest, warms it up once, and saves it. If the call is aborted or fails, the snapshot is removed. */
+  /**
+   * Boots a guest, warms it up once, and saves it. If the call is aborted or fails, the snapshot is removed.
+   *
+   * @example
+   * ```ts
+   * const parent = await Snapshot.warm("python", { tag: "numpy", warmPython: "import numpy" });
+   * const children = await parent.spawn(3);
+   * ```
+   */
   static async warm(image: string, options: WarmOptions = {}): Promise<Snapshot> {
     const { warm, warmPython, memSizeMib, vcpus, network, signal } = options;
     throwIfAborted(signal);
