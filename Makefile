@@ -44,6 +44,7 @@ lint: ## Formatting, clippy, dependencies
 	cargo fmt --all --check
 	@scripts/layers.py
 	@scripts/words.py
+	@scripts/versions.py
 	cargo clippy --release --locked --workspace --all-targets -- -D warnings
 	cargo clippy --release --locked --workspace --test guest --test host -- -D warnings
 	@if command -v cargo-deny >/dev/null; then cargo deny --offline check licenses bans sources; \

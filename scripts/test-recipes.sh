@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The programs of recipes/, each in an environment of its own, and of examples/typescript, against one daemon. Their
-# packages come from PyPI into target/recipes, and from npm into sdk/typescript. Expects `make build` to have run.
+# packages come from PyPI into target/recipes, and from npm; the SDKs from scripts/dist-sdks.sh. Expects `make build` to
+# have run.
 #
 #   scripts/test-recipes.sh             all of them
 #   scripts/test-recipes.sh NAME…       some: folders of recipes/, and `typescript`
@@ -39,7 +40,7 @@ prepare() {
       "$environment/bin/pip" install --quiet --no-deps --only-binary :all: -r "$requirements" &&
       cp "$requirements" "$environment/" || return
   fi
-  "$environment/bin/pip" install --quiet --no-deps --force-reinstall "$place"/wheel/*.whl
+  "$environment/bin/pip" install --quiet --no-deps --force-reinstall "$place"/sdks/*.whl
 }
 
 # Runs a program of the recipe; its output must have this line: program NAME LINE
@@ -61,10 +62,9 @@ runs() {
     'BEGIN { printf "%-6s  %6.1f s  %s\n", verdict, end - start, name }'
 }
 
-# The TypeScript SDK, built, where the examples find it.
+# The TypeScript SDK where the examples find it.
 prepare_typescript() {
-  (cd sdk/typescript && npm ci --silent --no-audit --no-fund && npm run --silent build) &&
-    npm install --silent --no-audit --no-fund --no-save --prefix examples/typescript ./sdk/typescript
+  npm install --silent --no-audit --no-fund --no-save --prefix examples/typescript "$place"/sdks/forkd-sdk-*.tgz
 }
 
 # The sandboxes and snapshots that stem from the snapshot, one per line.
@@ -80,9 +80,7 @@ for node in nodes:
 }
 
 step "The SDK and the snapshot"
-rm -rf "$place/wheel"
-[ -x "$place/build/bin/pip" ] || python3 -m venv "$place/build"
-"$place/build/bin/pip" wheel --quiet --no-deps --wheel-dir "$place/wheel" sdk/python
+scripts/dist-sdks.sh "$place/sdks" >"$log"
 export FORKD_TAG=${FORKD_TAG:-recipes}
 forkd snapshot-info "$FORKD_TAG" >"$log" 2>&1 ||
   forkd snapshot --tag "$FORKD_TAG" --image python --warm-python 'import json'

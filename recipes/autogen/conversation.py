@@ -59,8 +59,7 @@ async def main():
                 way(children[1], state, "Clip the outlier.", CLIP),
             )
         finally:
-            for child in children:
-                await child.stop()
+            await executor.stop_all(children)
         print("in the first sandbox:", await executor.sandbox.eval("prices"))
 
 

@@ -28,8 +28,12 @@ class ForkdCodeExecutor(CodeExecutor):
         await self.stop()
         await self.start()
 
+    async def stop_all(self, executors):
+        """Stops several, all of them also if one fails."""
+        await self.sandbox.kill_all([executor.sandbox for executor in executors if executor.sandbox])
+
     async def fork(self, n):
-        """`n` executors on children of this moment; the caller stops them."""
+        """`n` executors on children of this moment; the caller ends them with `stop_all`."""
         children = await self.sandbox.fork(n)
         return [ForkdCodeExecutor(self.snapshot, self.timeout, child) for child in children]
 

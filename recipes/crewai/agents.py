@@ -83,8 +83,7 @@ def main():
         try:
             done = crew_on(children).kickoff()
         finally:
-            for child in children:
-                child.kill()
+            parent.kill_all(children)
     for output in done.tasks_output:
         print(f"{output.agent}: {output.raw}")
 

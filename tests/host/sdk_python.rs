@@ -1,5 +1,5 @@
-//! The Python SDK: its wheel, built from the tree and installed into an environment of its own; its unit tests, its types,
-//! and all that it can do against the daemon that everything here uses.
+//! The Python SDK: its wheel, as `make dist` builds it, installed into an environment of its own; its unit tests, its
+//! types, and all that it can do against the daemon that everything here uses.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use crate::cli::{forkd, text};
 use crate::pip::{environment, must};
+use crate::sdk;
 
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 /// The snapshot that all sandboxes here are forked from: the drive makes it if it is missing, and leaves it.
@@ -22,39 +23,21 @@ pub(crate) struct Sdk {
 }
 
 impl Sdk {
-    /// Builds the wheel and installs it, once: the tests see what a user gets, and not the tree.
+    /// Installs the wheel of a release, once: the tests see what a user gets, and not the tree.
     pub(crate) fn install() -> &'static Sdk {
         static INSTALLED: OnceLock<Sdk> = OnceLock::new();
         INSTALLED.get_or_init(Sdk::build)
     }
 
     fn build() -> Sdk {
-        let sdk = Path::new(SOURCES).join("sdk/python");
-        let folder = sdk.canonicalize().unwrap();
+        let folder = Path::new(SOURCES).join("sdk/python").canonicalize().unwrap();
         let programs =
             environment("sdk-python", &folder.join("tests/requirements.txt"), &["--require-hashes"]);
         let python = programs.join("python");
-        let wheels = programs.with_file_name("wheels");
-        let _ = std::fs::remove_dir_all(&wheels);
-        let pip = |args: &[&str], what: &Path| {
-            let mut command = Command::new(&python);
-            command.args(["-m", "pip", "--disable-pip-version-check"]).args(args).arg(what);
-            must(command.output().unwrap(), "pip")
-        };
-        let to = wheels.to_str().unwrap();
-        // The build backend is in the environment already: nothing is fetched here. The wheel is built from the sdist,
-        // as a packager does.
-        let mut sdist = Command::new(&python);
-        sdist.args(["-m", "hatchling", "build", "--target", "sdist", "--directory", to]).current_dir(&folder);
-        must(sdist.output().unwrap(), "the sdist");
-        let built = |ending: &str| {
-            let mut files = std::fs::read_dir(&wheels).unwrap().map(|entry| entry.unwrap().path());
-            files.find(|path| path.to_str().unwrap().ends_with(ending)).unwrap()
-        };
-        let args = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", to];
-        pip(&args, &built(".tar.gz"));
-        let wheel = built(".whl");
-        pip(&["install", "--quiet", "--no-deps", "--force-reinstall"], &wheel);
+        let mut pip = Command::new(&python);
+        pip.args(["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]);
+        pip.arg("--force-reinstall").arg(sdk::package(".whl"));
+        must(pip.output().unwrap(), "pip");
         Sdk { python, folder }
     }
 

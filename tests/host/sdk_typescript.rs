@@ -1,5 +1,6 @@
-//! The TypeScript SDK: the npm tarball that the tree makes, installed into a folder of its own; its unit tests on the
-//! oldest and the newest Node.js, the programs of docs/TYPESCRIPT.md and README.md, and every call against the daemon.
+//! The TypeScript SDK: its npm tarball, as `make dist` builds it, installed into a folder of its own; its unit tests on
+//! the oldest and the newest Node.js, the programs of docs/TYPESCRIPT.md and README.md, and every call against the
+//! daemon.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -14,8 +15,8 @@ const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 /// A folder of a user, with the SDK installed from its tarball and the tests beside it.
 struct Sdk {
     folder: PathBuf,
-    /// What built the tarball: it has the compiler.
-    built: PathBuf,
+    /// The SDK's own tools: the compiler and the types of Node.js.
+    tools: PathBuf,
     nodes: PathBuf,
 }
 
@@ -27,25 +28,19 @@ impl Sdk {
         let nodes = place.join("nodes");
         node.packages(&Path::new(SOURCES).join("tests/host/sdk_typescript"), &nodes);
 
-        let built = place.join("built");
-        node.packages(&sources, &built);
-        for part in ["src", "tsconfig.json", "README.md"] {
-            copy(&sources.join(part), &built);
-        }
-        let _ = std::fs::remove_dir_all(built.join("dist"));
-        let tarball = node.npm(&built, &["pack", "--pack-destination", ".."]);
-        // The compiler prints nothing unless it finds something; the last line is the name.
-        let tarball = format!("../{}", tarball.trim().lines().last().unwrap());
+        let tools = place.join("tools");
+        node.packages(&sources, &tools);
 
         let folder = place.join("used");
         let _ = std::fs::remove_dir_all(&folder);
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("package.json"), "{\"private\": true, \"type\": \"module\"}").unwrap();
-        node.npm(&folder, &["install", "--no-save", "--prefer-offline", &tarball]);
+        let tarball = sdk::package(".tgz");
+        node.npm(&folder, &["install", "--no-save", "--prefer-offline", tarball.to_str().unwrap()]);
         for test in std::fs::read_dir(sources.join("test")).unwrap() {
             copy(&test.unwrap().path(), &folder);
         }
-        Sdk { folder, built, nodes }
+        Sdk { folder, tools, nodes }
     }
 
     /// One of the versions of Node.js, in the user's folder.
@@ -78,10 +73,10 @@ impl Sdk {
         // A user installs the types of Node.js; those of the SDK's dependency must not be needed.
         let types = self.folder.join("node_modules/@types");
         std::fs::create_dir_all(&types).unwrap();
-        copy(&self.built.join("node_modules/@types/node"), &types);
-        copy(&self.built.join("node_modules/undici-types"), &self.folder.join("node_modules"));
+        copy(&self.tools.join("node_modules/@types/node"), &types);
+        copy(&self.tools.join("node_modules/undici-types"), &self.folder.join("node_modules"));
         let mut check = self.node(24);
-        check.arg(self.built.join("node_modules/typescript/bin/tsc"));
+        check.arg(self.tools.join("node_modules/typescript/bin/tsc"));
         check.args(["--noEmit", "--strict", "--exactOptionalPropertyTypes", "--noUncheckedIndexedAccess"]);
         check.args(["--target", "es2022", "--lib", "es2022,esnext.disposable", "--module", "nodenext"]);
         let programs = std::fs::read_dir(&self.folder).unwrap().map(|it| it.unwrap().path());

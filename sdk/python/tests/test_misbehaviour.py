@@ -54,6 +54,12 @@ def test_a_command_that_stalls_is_not_sent_again(server):
     assert server.count("POST", "/v1/sandboxes/sb1/exec") == 2
 
 
+def test_a_new_token_whose_answer_is_lost_is_not_asked_for_again(server):
+    misbehave(server, lambda request, connection: connection.reset())
+    assert isinstance(both(server, lambda client: client.create_token({"name": "t"})), forkd.StreamBrokenError)
+    assert [request.key for request in server.requests] == [None, None]
+
+
 def test_a_read_is_sent_again_after_a_reset(server, client):
     def script(request, connection):
         if server.count("GET", "/v1/sandboxes/sb1") < 3:

@@ -47,6 +47,50 @@ def test_a_block_left_by_an_exception_ends_its_sandbox(server, client):
     assert not server.alive
 
 
+class Unsent:
+    """A connection that swallows the answer."""
+
+    def reply(self, *args, **more):
+        pass
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_removal_whose_answer_is_lost_is_sent_again(server, client, done):
+    """`done`: the daemon has removed the object, and only its answer is lost."""
+    lost, snapshots = set(), set()
+
+    def script(request, connection):
+        if request.method == "DELETE" and request.path not in lost:
+            lost.add(request.path)
+            if done:
+                snapshots.clear()
+                server.answer(request, Unsent())
+            connection.reset()
+        elif request.path.endswith("/branch"):
+            snapshots.add("b")
+            connection.reply(201, snapshot("b"))
+        elif request.path == "/v1/snapshots/b":
+            there = "b" in snapshots
+            snapshots.clear()
+            gone = {"error": "there is no such snapshot", "code": "snapshot_not_found"}
+            connection.reply(204, body=b"") if there else connection.reply(404, gone)
+        else:
+            return False
+        return True
+
+    async def use():
+        async with AsyncClient(server.url, "token") as client:
+            async with await AsyncSandbox.create("parent", client=client):
+                pass
+
+    server.script = script
+    with Sandbox.create("parent", client=client) as box:
+        with box.checkpoint():
+            pass
+    asyncio.run(use())
+    assert server.made == 2 and len(lost) == 3 and not server.alive and not snapshots
+
+
 def test_a_callback_that_raises_leaves_nothing(server, client):
     def progress(line):
         if line.startswith("sb"):
@@ -111,6 +155,51 @@ def test_an_interrupt_during_try_each_ends_all_children(server):
     assert "KeyboardInterrupt" in error and not server.alive
 
 
+NESTED = """
+    import time
+    from forkd import Sandbox
+    def wait(child): time.sleep(600)
+    def nest(child): child.try_each([wait] * 2)
+    with Sandbox.create("parent") as box:
+        box.try_each([nest] * 2)
+    """
+
+
+def test_an_interrupt_during_nested_tries_ends_the_children_of_all_threads(server):
+    error = interrupted(server, NESTED, lambda: len(server.alive) == 7)
+    assert "KeyboardInterrupt" in error and not server.alive
+
+
+def test_an_interrupt_in_the_middle_of_a_nested_fork_leaves_nothing(server):
+    def script(request, connection):
+        server.delay = 1.0 if request.path == "/v1/sandboxes/sb1/fork" else 0.0
+        return False
+
+    server.script = script
+    error = interrupted(server, NESTED, lambda: server.count("POST", "/v1/sandboxes/sb1/fork") == 1)
+    assert "KeyboardInterrupt" in error and not server.alive
+
+
+def test_a_forked_process_leaves_the_children_of_its_parent(server):
+    program = """
+        import os, sys
+        from forkd import Sandbox
+        def fork(child):
+            pid = os.fork()
+            if pid == 0:
+                # As a process ends whose threads are over.
+                __import__("atexit")._run_exitfuncs()
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return child.eval("1")
+        with Sandbox.create("parent") as box:
+            box.first_success([fork])
+        """
+    environment = dict(os.environ, FORKD_URL=server.url)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True, timeout=60)
+    assert server.count("DELETE", "/v1/sandboxes/sb1") == 1 and not server.alive
+
+
 def test_an_interrupt_of_asyncio_ends_all_children(server):
     program = """
         import asyncio
@@ -125,7 +214,8 @@ def test_an_interrupt_of_asyncio_ends_all_children(server):
     assert not server.alive
 
 
-def test_a_cancelled_fork_leaves_nothing(server):
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_cancelled_fork_leaves_nothing(server, times):
     async def main():
         async with AsyncClient(server.url, timeout=5.0) as client:
             async with await AsyncSandbox.create("parent", client=client) as box:
@@ -133,7 +223,9 @@ def test_a_cancelled_fork_leaves_nothing(server):
                 task = asyncio.ensure_future(box.fork(2))
                 while not server.count("POST", ".*/fork"):
                     await asyncio.sleep(0.01)
-                task.cancel()
+                for _ in range(times):
+                    task.cancel()
+                    await asyncio.sleep(0.05)
                 with pytest.raises(asyncio.CancelledError):
                     await task
 
@@ -208,14 +300,10 @@ def test_a_forked_process_has_connections_of_its_own(server):
 def test_a_lost_reply_of_a_create_is_asked_for_again(server, client):
     def script(request, connection):
         if request.path == "/v1/sandboxes" and len(server.requests) == 1:
-            server.answer(request, Lost())
+            server.answer(request, Unsent())
             connection.reset()
             return True
         return False
-
-    class Lost:
-        def reply(self, *args, **more):
-            pass
 
     server.script = script
     box = Sandbox.create("parent", client=client)

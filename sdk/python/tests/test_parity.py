@@ -1,5 +1,6 @@
 """The client and docs/openapi.json: every route has a method, and every field and error code is there."""
 
+import asyncio
 import dataclasses
 import inspect
 import json
@@ -156,6 +157,18 @@ def test_asyncio_has_the_same_methods_with_the_same_parameters(sync, of_asyncio)
         if inspect.isfunction(here):
             assert list(inspect.signature(here).parameters) == list(inspect.signature(there).parameters), name
             assert here.__doc__ or name in ("pid",), name
+
+
+def test_a_boot_has_the_size_that_is_asked_for(server, client):
+    async def use():
+        async with async_client.AsyncClient(server.url) as client:
+            await forkd.AsyncSandbox.create(image="python", mem_size_mib=128, vcpus=2, client=client)
+
+    forkd.Sandbox.create(image="python", mem_size_mib=128, vcpus=2, client=client)
+    asyncio.run(use())
+    forkd.Sandbox.create(image="python", client=client)
+    assert [request.json for request in server.requests] == [
+        dict(image="python", mem_size_mib=128, vcpus=2), dict(image="python", mem_size_mib=128, vcpus=2), dict(image="python")]
 
 
 def test_the_parameters_of_the_reference_are_kept():

@@ -49,6 +49,17 @@ export class Commands {
    *
    * Without input or output to stream it is one request. With `signal`, `onStdout`, `pty` and the like it is a
    * WebSocket, and the daemon kills the command when the connection ends.
+   *
+   * @example
+   * ```ts
+   * const { stdout } = await sandbox.commands.run("echo $((6 * 7))");
+   * const failed = await sandbox.commands.run(["ls", "/none"], { check: false });
+   * console.log(stdout, failed.exitCode, failed.stderr);
+   * const cat = await sandbox.commands.run("cat", { background: true, onStdout: console.log });
+   * await cat.sendStdin("hello\n");
+   * await cat.closeStdin();
+   * await cat.wait();
+   * ```
    */
   run(command: string | readonly string[], options: BackgroundOptions): Promise<CommandHandle>;
   run(command: string | readonly string[], options?: RunOptions & { background?: false }): Promise<CommandResult>;

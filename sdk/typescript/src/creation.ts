@@ -10,12 +10,12 @@ import { errorOf, ForkdError, ForkError, isUncertain, NotFoundError } from "./er
 /** What to do when only some of the children run. */
 export type OnForkError = "throw" | "return";
 
-/** How long a call that was aborted waits for its clean-up. Then the clean-up goes on without it. */
+/** How long a call that was aborted or timed out waits for its clean-up. Then the clean-up goes on without it. */
 const GRACE_MS = 5000;
 /** How long a clean-up tries. */
 const CLEAN_UP_MS = 60_000;
 
-type Send = (options: KeyOptions) => Promise<SpawnReply>;
+type Send<T> = (options: KeyOptions) => Promise<T>;
 
 /**
  * Sends a request that creates sandboxes, and returns them. If the caller aborts, or the answer gets lost, the same
@@ -23,7 +23,7 @@ type Send = (options: KeyOptions) => Promise<SpawnReply>;
  */
 export async function createOwned(
   client: Client,
-  send: Send,
+  send: Send<SpawnReply>,
   signal: AbortSignal | undefined,
   onError: OnForkError = "throw",
 ): Promise<SandboxInfo[]> {
@@ -37,12 +37,9 @@ export async function createOwned(
   } catch (error) {
     const uncertain = error instanceof ForkdError && isUncertain(error);
     if (signal?.aborted || uncertain) {
-      const cleanUp = endWhatCame(client, send, idempotencyKey, uncertain ? undefined : pending);
-      let timer: ReturnType<typeof setTimeout> | undefined;
-      const grace = new Promise<void>((resolve) => (timer = setTimeout(resolve, GRACE_MS)));
-      // The caller waits for an abort's clean-up, and not once more after a time-out.
-      if (signal?.aborted) await Promise.race([cleanUp, grace]);
-      clearTimeout(timer);
+      const endThem = ({ children }: SpawnReply): Promise<void> => endAll(client, children);
+      // A program that does not catch the error ends at once, and its clean-up with it.
+      await withGrace(undo(send, idempotencyKey, endThem, uncertain ? undefined : pending));
     }
     throw signal?.aborted ? reasonOf(signal) : error;
   }
@@ -56,24 +53,34 @@ export async function createOwned(
   throw new ForkError(text, errors, { code, requestId, cause: errorOf(first.error, code, { requestId }) });
 }
 
-/** Ends what a request created, whenever its answer comes. Never rejects. */
-async function endWhatCame(
-  client: Client,
-  send: Send,
+/** Waits for a clean-up, which never rejects, for a few seconds. Then it goes on by itself. */
+export async function withGrace(cleanUp: Promise<unknown>): Promise<void> {
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  const grace = new Promise<void>((resolve) => (timer = setTimeout(resolve, GRACE_MS)));
+  await Promise.race([cleanUp, grace]);
+  clearTimeout(timer);
+}
+
+/**
+ * Removes what a request created whose answer did not arrive: `pending` brings it, or the same request with the same key.
+ * Returns false if the daemon refused the request, or does not answer. Never rejects.
+ */
+export async function undo<T>(
+  send: Send<T>,
   idempotencyKey: string,
-  pending: Promise<SpawnReply> | undefined,
-): Promise<void> {
+  remove: (reply: T) => Promise<void>,
+  pending?: Promise<T>,
+): Promise<boolean> {
   const deadline = Date.now() + CLEAN_UP_MS;
   let reply = pending;
   for (let wait = 200; ; wait = Math.min(wait * 2, 5000)) {
     try {
       const left = Math.max(1, (deadline - Date.now()) / 1000);
-      const { children } = await (reply ?? send({ idempotencyKey, timeoutSecs: left }));
-      await endAll(client, children);
-      return;
+      await remove(await (reply ?? send({ idempotencyKey, timeoutSecs: left })));
+      return true;
     } catch (error) {
       const again = error instanceof ForkdError && isUncertain(error);
-      if (!again || Date.now() + wait >= deadline) return;
+      if (!again || Date.now() + wait >= deadline) return false;
     }
     reply = undefined;
     await sleep(wait);
@@ -87,12 +94,13 @@ export async function endAll(client: Client, sandboxes: readonly { id: string }[
   if (failed !== undefined) throw failed.reason;
 }
 
-export async function end(client: Client, id: string): Promise<boolean> {
+export async function end(client: Client, id: string, signal?: AbortSignal): Promise<boolean> {
   try {
     await client.transport.json({
       method: "DELETE",
       path: `/v1/sandboxes/${encodeURIComponent(id)}`,
       repeatable: true,
+      signal,
     });
     return true;
   } catch (error) {

@@ -24,7 +24,15 @@ export class Files {
     private readonly id: string,
   ) {}
 
-  /** A file as text, as bytes, or as a stream of bytes for one that is too large for memory. */
+  /**
+   * A file as text, as bytes, or as a stream of bytes for one that is too large for memory.
+   *
+   * @example
+   * ```ts
+   * const text = await sandbox.files.read("/etc/os-release");
+   * for await (const piece of await sandbox.files.read("/var/log/big", { format: "stream" })) console.log(piece.length);
+   * ```
+   */
   read(path: string, options: FileOptions & { format: "bytes" }): Promise<Uint8Array>;
   read(path: string, options: FileOptions & { format: "stream" }): Promise<AsyncIterable<Uint8Array>>;
   read(path: string, options?: FileOptions & { format?: "text" }): Promise<string>;
@@ -50,7 +58,14 @@ export class Files {
     })();
   }
 
-  /** Writes a file completely or not at all, and creates missing folders. `mode` is like `0o644`. */
+  /**
+   * Writes a file completely or not at all, and creates missing folders. `mode` is like `0o644`.
+   *
+   * @example
+   * ```ts
+   * await sandbox.files.write("/srv/run.sh", "#!/bin/sh\necho hello\n", { mode: 0o755 });
+   * ```
+   */
   write(
     path: string,
     data: FileData,
@@ -100,7 +115,14 @@ export class Files {
     return this.client.fileTree(this.id, { path, user, hash: hash ?? true }, { signal });
   }
 
-  /** Copies a file or a folder of this computer to `remote`. Leaves out links, pipes and devices, and names them. */
+  /**
+   * Copies a file or a folder of this computer to `remote`. Leaves out links, pipes and devices, and names them.
+   *
+   * @example
+   * ```ts
+   * const { files, skipped } = await sandbox.files.upload("./project", "/srv/project");
+   * ```
+   */
   upload(local: string, remote: string, options: FileOptions = {}): Promise<Transfer> {
     return upload(this, local, remote, options);
   }

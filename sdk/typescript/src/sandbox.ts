@@ -11,19 +11,19 @@ import type {
   Stats,
   UpdateRequest,
 } from "./api/sandboxes.js";
-import type { Tree } from "./api/snapshots.js";
+import type { BranchRequest, SnapshotInfo, Tree } from "./api/snapshots.js";
 import { throwIfAborted } from "./abort.js";
 import * as attempts from "./attempts.js";
-import { clientOr, entriesOf, type Client } from "./client.js";
+import { clientOr, entriesOf, type Client, type KeyOptions } from "./client.js";
 import { Commands } from "./commands.js";
-import { createOwned, end, type OnForkError } from "./creation.js";
+import { createOwned, end, endAll, type OnForkError } from "./creation.js";
 import { changesOf, type Change } from "./diff.js";
 import { asyncDispose } from "./dispose.js";
 import { ForkdError, InvalidRequestError } from "./errors.js";
 import { executionOf, valueOf, type Execution } from "./execution.js";
 import { Files, type FileOptions } from "./files.js";
 import { given } from "./given.js";
-import { Snapshot } from "./snapshot.js";
+import { createSnapshot, remove, Snapshot } from "./snapshot.js";
 
 /** What a child or a new sandbox gets. */
 export interface ChildOptions {
@@ -90,14 +90,23 @@ interface EvalOptions extends Signal {
   timeoutSecs?: number | undefined;
 }
 
-/** A running virtual machine. `await using` ends it. */
+/**
+ * A running virtual machine. `await using` ends it.
+ *
+ * @example
+ * ```ts
+ * await using sandbox = await Sandbox.create("py");
+ * const { stdout } = await sandbox.commands.run("uname -a");
+ * console.log(stdout, await sandbox.eval("6 * 7"));
+ * ```
+ */
 export class Sandbox {
   readonly id: string;
   readonly client: Client;
   readonly commands: Commands;
   readonly files: Files;
   /** What `rollback` returns to: branches made here, the newest last. */
-  readonly #branches: string[] = [];
+  #branches: string[] = [];
   readonly #origin: string | undefined;
 
   /** @internal */
@@ -109,7 +118,15 @@ export class Sandbox {
     this.files = new Files(client, info.id);
   }
 
-  /** Forks a sandbox from a snapshot, or boots one from `image`. */
+  /**
+   * Forks a sandbox from a snapshot, or boots one from `image`.
+   *
+   * @example
+   * ```ts
+   * const forked = await Sandbox.create("py", { timeoutSecs: 600, envs: { TOKEN: "a secret" } });
+   * const booted = await Sandbox.create({ image: "python", memSizeMib: 1024, vcpus: 2 });
+   * ```
+   */
   static create(snapshot: string | Snapshot, options?: CreateOptions): Promise<Sandbox>;
   static create(options: CreateOptions & { image: string }): Promise<Sandbox>;
   static async create(from: string | Snapshot | CreateOptions, more: CreateOptions = {}): Promise<Sandbox> {
@@ -132,7 +149,14 @@ export class Sandbox {
     return new Sandbox(client, await client.getSandbox(id, {}, { signal: options.signal }));
   }
 
-  /** The caller's sandboxes, oldest first. */
+  /**
+   * The caller's sandboxes, oldest first.
+   *
+   * @example
+   * ```ts
+   * for await (const { id } of Sandbox.list({ labels: { job: "7" } })) console.log(id);
+   * ```
+   */
   static async *list(options: ListOptions = {}): AsyncGenerator<Sandbox, void, undefined> {
     const { labels, snapshot, state, signal } = options;
     const client = clientOr(options.client);
@@ -177,8 +201,8 @@ export class Sandbox {
   }
 
   /** Ends it at once. Returns false if it had ended before. */
-  kill(): Promise<boolean> {
-    return end(this.client, this.id);
+  kill(options: Signal = {}): Promise<boolean> {
+    return end(this.client, this.id, options.signal);
   }
 
   /** The output of the guest's console, or its last lines. */
@@ -191,12 +215,28 @@ export class Sandbox {
     await this.kill();
   }
 
-  /** The value of Python code in the warmed interpreter; its `repr` if JSON has no such type. Throws what it raises. */
+  /**
+   * The value of Python code in the warmed interpreter; its `repr` if JSON has no such type. Throws what it raises.
+   *
+   * @example
+   * ```ts
+   * await sandbox.eval("x = 20");
+   * console.log(await sandbox.eval("[x, x + 1]")); // [ 20, 21 ]
+   * ```
+   */
   async eval(code: string, { timeoutSecs, signal }: EvalOptions = {}): Promise<unknown> {
     return valueOf(await this.client.evalCode(this.id, { code, ...given({ timeout_secs: timeoutSecs }) }, { signal }));
   }
 
-  /** Runs Python code, and returns what it did: an exception of the code is in `error`. */
+  /**
+   * Runs Python code, and returns what it did: an exception of the code is in `error`.
+   *
+   * @example
+   * ```ts
+   * const { stdout, error } = await sandbox.runCode("print('so far'); 1 / 0");
+   * console.log(stdout, error?.name); // so far, ZeroDivisionError
+   * ```
+   */
   async runCode(
     code: string,
     { timeoutSecs, signal, onStdout }: EvalOptions & { onStdout?: (text: string) => void } = {},
@@ -207,7 +247,16 @@ export class Sandbox {
     return executionOf(reply);
   }
 
-  /** Forks children: all have the memory and the disk of the same instant. The sandbox goes on. */
+  /**
+   * Forks children: all have the memory and the disk of the same instant. The sandbox goes on.
+   *
+   * @example
+   * ```ts
+   * const children = await sandbox.fork(2, { labels: { job: "7" } });
+   * console.log(await Promise.all(children.map((child) => child.eval("x + 1"))));
+   * await Promise.all(children.map((child) => child.kill()));
+   * ```
+   */
   async fork(n = 1, { signal, onError, ...options }: ForkOptions = {}): Promise<Sandbox[]> {
     const body = { n, ...wireOf(options) };
     const send = (call: object) => this.client.forkEachSandbox(this.id, body, call);
@@ -215,17 +264,43 @@ export class Sandbox {
     return children.map((info) => new Sandbox(this.client, info));
   }
 
-  /** Keeps this moment as a snapshot. The sandbox goes on. */
+  /**
+   * Keeps this moment as a snapshot. The sandbox goes on.
+   *
+   * @example
+   * ```ts
+   * const branch = await sandbox.branch({ tag: "before-the-upgrade" });
+   * const [child] = await branch.spawn();
+   * ```
+   */
   async branch({ tag, mode = "live", wait, signal }: BranchOptions = {}): Promise<Snapshot> {
     const info = await this.client.branchSandbox(this.id, { mode, ...given({ tag, wait }) }, { signal });
     if (mode !== "disk") this.#branches.push(info.tag);
     return new Snapshot(this.client, info);
   }
 
-  /** Goes back to a snapshot: by default to the newest branch made by this object, else to where it came from. */
+  /**
+   * Goes back to a snapshot: by default to the newest branch made by this object that is left, else to where it came from.
+   *
+   * @example
+   * ```ts
+   * await sandbox.branch();
+   * await sandbox.commands.run("rm -r /srv");
+   * await sandbox.rollback();
+   * ```
+   */
   async rollback(to?: string | Snapshot, options: Signal = {}): Promise<SandboxInfo> {
-    const target = to === undefined ? (this.#branches.at(-1) ?? this.#origin) : tagOf(to);
-    return this.client.rollbackSandbox(this.id, given({ to: target }), options);
+    if (to !== undefined) return this.client.rollbackSandbox(this.id, { to: tagOf(to) }, options);
+    for (const tag of [...this.#branches].reverse()) {
+      try {
+        return await this.client.rollbackSandbox(this.id, { to: tag }, options);
+      } catch (error) {
+        if (!(error instanceof ForkdError) || error.code !== "snapshot_not_found") throw error;
+        // It was deleted: an older one is next.
+        this.#branches = this.#branches.filter((each) => each !== tag);
+      }
+    }
+    return this.client.rollbackSandbox(this.id, given({ to: this.#origin }), options);
   }
 
   pause(options: Signal = {}): Promise<SandboxInfo> {
@@ -241,7 +316,15 @@ export class Sandbox {
     return this.client.getTree(options);
   }
 
-  /** Runs each attempt in a child of this moment. Outcomes come in order; the children end, unless `keep`. */
+  /**
+   * Runs each attempt in a child of this moment. Outcomes come in order; the children end, unless `keep`.
+   *
+   * @example
+   * ```ts
+   * const ways = ["6 * 7", "6 / 0"].map((code) => (child: Sandbox) => child.eval(code));
+   * for (const { ok, value, error } of await sandbox.tryEach(ways)) console.log(ok ? value : error);
+   * ```
+   */
   tryEach<T>(
     each: readonly attempts.Attempt<T>[],
     options: attempts.AttemptOptions = {},
@@ -249,7 +332,15 @@ export class Sandbox {
     return attempts.tryEach(this, each, options);
   }
 
-  /** Runs `step` in `n` children of this moment. The highest score wins. With `keep` the winner's sandbox lives. */
+  /**
+   * Runs `step` in `n` children of this moment. The highest score wins. With `keep` the winner's sandbox lives.
+   *
+   * @example
+   * ```ts
+   * const best = await sandbox.bestOf(3, (child, { index }) => child.eval(`x * ${index}`), Number, { keep: true });
+   * console.log(best.value, best.score, best.sandbox.id);
+   * ```
+   */
   bestOf<T>(
     n: number,
     step: attempts.Attempt<T>,
@@ -259,7 +350,15 @@ export class Sandbox {
     return attempts.bestOf(this, n, step, score, options);
   }
 
-  /** Runs all attempts in children of this moment. The first that returns wins; the others end at once. */
+  /**
+   * Runs all attempts in children of this moment. The first that returns wins; the others end at once.
+   *
+   * @example
+   * ```ts
+   * const ways = ["pip install numpy", "uv pip install numpy"].map((line) => (child: Sandbox) => child.commands.run(line));
+   * const winner = await sandbox.firstSuccess(ways, { keep: true });
+   * ```
+   */
   firstSuccess<T>(
     each: readonly attempts.Attempt<T>[],
     options: attempts.AttemptOptions = {},
@@ -267,34 +366,62 @@ export class Sandbox {
     return attempts.firstSuccess(this, each, options);
   }
 
-  /** Runs `body`. If it throws, the sandbox goes back to the moment before, and the error goes on. */
+  /**
+   * Runs `body`. If it throws, the sandbox goes back to the moment before, and the error goes on.
+   *
+   * @example
+   * ```ts
+   * await sandbox.checkpoint(async () => {
+   *   await sandbox.commands.run("pip install --upgrade numpy && python -m unittest");
+   * });
+   * ```
+   */
   async checkpoint<T>(body: () => T | Promise<T>, { tag, signal }: { tag?: string } & Signal = {}): Promise<T> {
     throwIfAborted(signal);
-    const name = tag ?? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}`;
+    const own = tag === undefined ? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}` : undefined;
+    const request: BranchRequest = given({ tag: tag ?? own, mode: "live", wait: false });
     // Without the signal: a branch under way can not be removed yet.
-    const branch = await this.client.branchSandbox(this.id, { tag: name, mode: "live", wait: false });
+    const send = (call: KeyOptions): Promise<SnapshotInfo> => this.client.branchSandbox(this.id, request, call);
+    const branch = await createSnapshot(this.client, send, own);
+    let result: T;
     try {
       throwIfAborted(signal);
-      return await body();
+      result = await body();
     } catch (error) {
-      try {
-        await this.client.rollbackSandbox(this.id, { to: branch.tag });
-      } catch (cause) {
-        const why = cause instanceof Error ? cause.message : String(cause);
-        const code = cause instanceof ForkdError ? cause.code : "unknown";
-        throw new ForkdError(`the work failed, and so did the rollback to before it: ${why}`, { code, cause: error });
-      }
-      throw error;
-    } finally {
-      await new Snapshot(this.client, branch).delete();
+      const rollback = this.client.rollbackSandbox(this.id, { to: branch.tag });
+      const failed = await rollback.then(
+        () => undefined,
+        (cause: unknown) => rollbackFailed(cause, error),
+      );
+      // What went wrong first is what the caller gets.
+      await remove(branch).catch(() => {});
+      throw failed ?? error;
     }
+    await remove(branch);
+    return result;
   }
 
-  /** What differs in the files of `other`: `added` is in `other` alone. */
+  /**
+   * What differs in the files of `other`: `added` is in `other` alone.
+   *
+   * @example
+   * ```ts
+   * const [child] = await sandbox.fork();
+   * await child?.files.write("/srv/new", "x");
+   * if (child) console.log(await sandbox.diff(child, "/srv"));
+   * ```
+   */
   async diff(other: Sandbox, path = "/", options: FileOptions = {}): Promise<Change[]> {
     const [before, after] = await Promise.all([this.files.tree(path, options), other.files.tree(path, options)]);
     return changesOf(before, after);
   }
+}
+
+/** The error when a sandbox does not go back to before `work` failed. */
+function rollbackFailed(cause: unknown, work: unknown): ForkdError {
+  const why = cause instanceof Error ? cause.message : String(cause);
+  const code = cause instanceof ForkdError ? cause.code : "unknown";
+  return new ForkdError(`the work failed, and so did the rollback to before it: ${why}`, { code, cause: work });
 }
 
 /** Creates sandboxes. @internal */
@@ -309,7 +436,12 @@ export async function spawn(
   report("creating");
   const body = { ...source, ...wireOf(options) };
   const infos = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);
-  report("running");
+  try {
+    report("running");
+  } catch (error) {
+    await endAll(client, infos).catch(() => {});
+    throw error;
+  }
   return infos.map((info) => new Sandbox(client, info));
 }
 

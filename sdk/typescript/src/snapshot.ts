@@ -1,10 +1,11 @@
 // Snapshots: what children are forked from.
 
-import { randomBytes } from "node:crypto";
+import { randomBytes, randomUUID } from "node:crypto";
 
 import type { SnapshotInfo, SnapshotPhase, SnapshotRequest, SnapshotStatus } from "./api/snapshots.js";
 import { reasonOf, sleep, throwIfAborted, unlessAborted } from "./abort.js";
-import { clientOr, entriesOf, type Client } from "./client.js";
+import { clientOr, entriesOf, type Client, type KeyOptions } from "./client.js";
+import { undo, withGrace } from "./creation.js";
 import { ConflictError, errorOf, ForkdError, isUncertain, NotFoundError, timedOut } from "./errors.js";
 import { given } from "./given.js";
 import { spawn, type CreateOptions, type Sandbox } from "./sandbox.js";
@@ -52,7 +53,15 @@ export class Snapshot {
     this.#info = info;
   }
 
-  /** Boots a guest, warms it up once, and saves it. If the call is aborted or fails, the snapshot is removed. */
+  /**
+   * Boots a guest, warms it up once, and saves it. If the call is aborted or fails, the snapshot is removed.
+   *
+   * @example
+   * ```ts
+   * const parent = await Snapshot.warm("python", { tag: "numpy", warmPython: "import numpy" });
+   * const children = await parent.spawn(3);
+   * ```
+   */
   static async warm(image: string, options: WarmOptions = {}): Promise<Snapshot> {
     const { warm, warmPython, memSizeMib, vcpus, network, signal } = options;
     throwIfAborted(signal);
@@ -61,15 +70,8 @@ export class Snapshot {
     const command = typeof warm === "string" ? ["sh", "-c", warm] : warm && [...warm];
     const more = given({ warm_command: command, warm_python: warmPython, mem_size_mib: memSizeMib, vcpus, network });
     const body: SnapshotRequest = { image, tag, ...more };
-    const snapshot = new Snapshot(client, { tag, status: "writing" } as SnapshotInfo);
-    try {
-      // Without the signal: the daemon must have the tag before it can be removed.
-      snapshot.#info = await client.createSnapshot(body, { wait: false });
-    } catch (error) {
-      // An answer that was lost may have been a yes. A refusal was none: the tag may be another snapshot's.
-      if (error instanceof ForkdError && isUncertain(error)) await snapshot.delete().catch(() => {});
-      throw error;
-    }
+    // Without the signal: the daemon must have the tag before it can be removed.
+    const snapshot = await createSnapshot(client, (call) => client.createSnapshot(body, { wait: false }, call));
     try {
       return await snapshot.waitReady(options);
     } catch (error) {
@@ -142,8 +144,10 @@ export class Snapshot {
   /** Removes it. Sandboxes that were forked from it keep running. One that was removed before is no error. */
   async delete(options: { cascade?: boolean; force?: boolean; signal?: AbortSignal } = {}): Promise<void> {
     const { cascade, force, signal } = options;
+    const path = `/v1/snapshots/${encodeURIComponent(this.tag)}`;
     try {
-      await this.#client.deleteSnapshot(this.tag, { cascade, force }, { signal });
+      const call = { method: "DELETE" as const, path, query: { cascade, force }, repeatable: true, signal };
+      await this.#client.transport.json(call);
     } catch (error) {
       if (!(error instanceof ForkdError) || error.code !== "snapshot_not_found") throw error;
     }
@@ -157,5 +161,39 @@ export class Snapshot {
   /** Makes a snapshot without ancestors of it. */
   async compact(to: string, options: { signal?: AbortSignal } = {}): Promise<Snapshot> {
     return new Snapshot(this.#client, await this.#client.compactSnapshot(this.tag, { to }, options));
+  }
+}
+
+/**
+ * Sends a request that makes a snapshot. If its answer gets lost, what this very request made is removed: the tag may be
+ * that of an older snapshot. `ownTag` is one that no other snapshot has. @internal
+ */
+export async function createSnapshot(
+  client: Client,
+  send: (options: KeyOptions) => Promise<SnapshotInfo>,
+  ownTag?: string,
+): Promise<Snapshot> {
+  const idempotencyKey = randomUUID();
+  try {
+    return new Snapshot(client, await send({ idempotencyKey }));
+  } catch (error) {
+    if (error instanceof ForkdError && isUncertain(error)) await withGrace(undone());
+    throw error;
+  }
+
+  async function undone(): Promise<void> {
+    const known = await undo(send, idempotencyKey, (info) => new Snapshot(client, info).delete());
+    if (known || ownTag === undefined) return;
+    await new Snapshot(client, { tag: ownTag } as SnapshotInfo).delete().catch(() => {});
+  }
+}
+
+/** Removes a branch that is no longer needed; snapshots that are built on it keep their layers. @internal */
+export async function remove(branch: Snapshot): Promise<void> {
+  try {
+    await branch.delete();
+  } catch (error) {
+    if (!(error instanceof ConflictError)) throw error;
+    await branch.delete({ force: true });
   }
 }

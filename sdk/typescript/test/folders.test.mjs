@@ -166,20 +166,21 @@ test("a diff names what was added, removed, modified, and what became another ty
 });
 
 /** A daemon that logs what is asked of its sandbox. */
-async function logged(t, rollback = (exchange) => exchange.answer(200, info)) {
+async function logged(t, { rollback = (exchange) => exchange.answer(200, info), branch, remove } = {}) {
   const log = [];
   const { client } = await served(t, async (exchange) => {
     const body = await exchange.json();
     if (exchange.path.endsWith("/branch")) {
+      if (branch !== undefined) return branch(exchange, body);
       log.push(`branch ${body.mode} ${body.wait}`);
       return exchange.answer(202, { tag: body.tag ?? "made", status: "writing" });
     }
     if (exchange.path.endsWith("/rollback")) {
       log.push(`rollback ${body.to}`);
-      return rollback(exchange);
+      return rollback(exchange, body);
     }
-    log.push(`${exchange.method} ${exchange.path.split("/").at(-1)}`);
-    exchange.answer(204);
+    log.push(`${exchange.method} ${exchange.path.split("/").at(-1)}${exchange.url.search}`);
+    if (remove === undefined || !remove(exchange)) exchange.answer(204);
   });
   return { log, sandbox: new forkd.Sandbox(client(), info) };
 }
@@ -203,12 +204,68 @@ test("a checkpoint rolls back when its body throws, and removes its branch eithe
 });
 
 test("a rollback that fails says so, and has the first error as its cause", async (t) => {
-  const { log, sandbox } = await logged(t, (exchange) => exchange.refuse(502, "guest_failed"));
+  const { log, sandbox } = await logged(t, { rollback: (exchange) => exchange.refuse(502, "guest_failed") });
   const boom = new Error("boom");
   const error = await sandbox.checkpoint(() => Promise.reject(boom), { tag: "c" }).catch((error) => error);
   assert.deepEqual([error.code, error.cause], ["guest_failed", boom]);
   assert.match(error.message, /rollback/);
   assert.equal(log.at(-1), "DELETE c");
+});
+
+test("the branch of a checkpoint is removed also if other snapshots are built on it", async (t) => {
+  const remove = (exchange) => {
+    if (exchange.url.search === "") exchange.refuse(409, "snapshot_in_use");
+    else return false;
+    return true;
+  };
+  const { log, sandbox } = await logged(t, { remove });
+  assert.equal(await sandbox.checkpoint(async () => 5, { tag: "c" }), 5);
+  assert.deepEqual(log, ["branch live false", "DELETE c", "DELETE c?force=true"]);
+});
+
+test("an error of the body is what a checkpoint throws, also if its branch cannot be removed", async (t) => {
+  const remove = (exchange) => {
+    exchange.refuse(500, "internal");
+    return true;
+  };
+  const { sandbox } = await logged(t, { remove });
+  await assert.rejects(
+    sandbox.checkpoint(() => Promise.reject(new Error("boom"))),
+    { message: "boom" },
+  );
+  await assert.rejects(
+    sandbox.checkpoint(async () => 5),
+    { code: "internal" },
+  );
+});
+
+test("a checkpoint whose answer is lost leaves no branch, and none that was there before is removed", async (t) => {
+  let lost;
+  let then;
+  const tags = [];
+  const branch = (exchange, { tag }) => {
+    tags.push(tag);
+    return lost-- > 0 ? exchange.reset() : then(exchange, tag);
+  };
+  const { log, sandbox } = await logged(t, { branch });
+  const checkpoint = (tag) =>
+    assert.rejects(
+      sandbox.checkpoint(() => assert.fail("there is no branch"), { tag }),
+      { code: "stream_broken" },
+    );
+  // More than the transport tries.
+  for (const [answer, tag, removed] of [
+    [(exchange, tag) => exchange.answer(202, { tag, status: "writing" }), "mine", true],
+    [(exchange) => exchange.refuse(409, "tag_taken"), "mine", false],
+    [(exchange, tag) => exchange.answer(202, { tag, status: "writing" }), undefined, true],
+    [(exchange) => exchange.refuse(409, "idempotency_outcome_unknown"), undefined, true],
+  ]) {
+    [lost, then] = [4, answer];
+    tags.length = log.length = 0;
+    await checkpoint(tag);
+    assert.equal(new Set(tags).size, 1);
+    assert.deepEqual(log, removed ? [`DELETE ${tags[0]}`] : []);
+  }
 });
 
 test("a rollback goes to the newest branch of the object, or to where the sandbox came from", async (t) => {
@@ -220,4 +277,20 @@ test("a rollback goes to the newest branch of the object, or to where the sandbo
   await sandbox.rollback(branch);
   const expected = ["rollback origin", "branch live undefined", "branch live false", "rollback two", "rollback one"];
   assert.deepEqual(log, expected);
+});
+
+test("a rollback passes over branches that were deleted", async (t) => {
+  let gone = ["two", "three"];
+  const rollback = (exchange, { to }) =>
+    gone.includes(to) ? exchange.refuse(404, "snapshot_not_found") : exchange.answer(200, info);
+  const { log, sandbox } = await logged(t, { rollback });
+  for (const tag of ["one", "two", "three"]) await sandbox.branch({ tag });
+  log.splice(0);
+  await sandbox.rollback();
+  await sandbox.rollback();
+  assert.deepEqual(log.splice(0), ["rollback three", "rollback two", "rollback one", "rollback one"]);
+  gone = ["one"];
+  await sandbox.rollback();
+  assert.deepEqual(log, ["rollback one", "rollback origin"]);
+  await assert.rejects(sandbox.rollback("one"), forkd.NotFoundError);
 });

@@ -11,6 +11,20 @@ import { daemon, eventually, sleep } from "./server.mjs";
 
 const SOURCE = { id: "sb0", state: "running", snapshot_tag: "a", created_at_unix: 1 };
 
+/** Runs a program in a process of its own, and collects what it prints. `meanwhile` gets the process. */
+async function runs(program, output, meanwhile = async () => {}) {
+  const stdio = ["ignore", "inherit", "inherit"];
+  stdio[["stdin", "stdout", "stderr"].indexOf(output)] = "pipe";
+  const args = ["--input-type=module", "-e", program];
+  const child = spawn(process.execPath, args, { cwd: import.meta.dirname ?? ".", stdio });
+  let printed = "";
+  child[output].on("data", (text) => (printed += text));
+  const closed = once(child, "close");
+  await meanwhile(child);
+  const [status] = await closed;
+  return { status, printed };
+}
+
 async function source(t, options, more = {}) {
   const server = await daemon(t, options);
   server.sandboxes.set("sb0", SOURCE);
@@ -65,26 +79,53 @@ test("an answer that is lost is asked for again, and there is one set of childre
 });
 
 test("children that a fork made before it gave up end as soon as the daemon answers", async (t) => {
-  let stalls = true;
-  const { sandbox, ids } = await source(
-    t,
-    { hold: () => (stalls ? new Promise(() => {}) : undefined) },
-    { timeoutSecs: 0.1 },
-  );
+  let release;
+  const held = new Promise((resolve) => (release = resolve));
+  let asked = 0;
+  const hold = () => (++asked === 1 ? new Promise(() => {}) : held);
+  const { sandbox, ids } = await source(t, { hold }, { timeoutSecs: 0.1 });
   await assert.rejects(sandbox.fork(2), forkd.TimeoutError);
-  await eventually(() => ids().length === 3, "the daemon forked");
-  stalls = false;
+  assert.deepEqual([asked, ids().length], [2, 3]);
+  release();
   await eventually(() => ids().length === 1, "the children ended");
+});
+
+test("a program that ends at a time-out leaves no child", async (t) => {
+  const keys = [];
+  const { url, ids } = await source(t, {
+    hold: (exchange) => {
+      keys.push(exchange.key);
+      return keys.length === 1 ? new Promise(() => {}) : undefined;
+    },
+  });
+  const program = `
+    import { Client, Sandbox } from "@forkd/sdk";
+    const client = new Client({ url: ${JSON.stringify(url)}, token: "t", timeoutSecs: 0.2 });
+    await (await Sandbox.connect("sb0", { client })).fork(3);
+  `;
+  const { status, printed } = await runs(program, "stderr");
+  assert.equal(status, 1);
+  assert.match(printed, /TimeoutError/);
+  assert.deepEqual([ids(), keys.length, keys[0]], [["sb0"], 2, keys[1]]);
 });
 
 test("a create that times out leaves no sandbox either", async (t) => {
   let stalls = true;
   const { client, sandboxes } = await daemon(t, { hold: () => (stalls ? new Promise(() => {}) : undefined) });
   const created = forkd.Sandbox.create("a", { client: client({ timeoutSecs: 0.1 }) });
-  await assert.rejects(created, forkd.TimeoutError);
   await eventually(() => sandboxes.size === 1, "the daemon forked");
   stalls = false;
-  await eventually(() => sandboxes.size === 0, "the sandbox ended");
+  await assert.rejects(created, forkd.TimeoutError);
+  assert.equal(sandboxes.size, 0);
+});
+
+test("a progress callback that throws leaves no sandbox", async (t) => {
+  const { client, requests, sandboxes } = await daemon(t);
+  const onProgress = ({ stage }) => {
+    if (stage === "running") throw new Error("boom");
+  };
+  await assert.rejects(forkd.Sandbox.create("a", { client: client(), onProgress }), { message: "boom" });
+  assert.deepEqual([requests[0].method, sandboxes.size], ["POST", 0]);
 });
 
 test("when some children do not start the others end, unless the caller wants them", async (t) => {
@@ -207,17 +248,11 @@ test("^C in the middle of a fork ends the children, when the program passes on t
     const sandbox = await Sandbox.connect("sb0", { client });
     await sandbox.fork(3, { signal: interrupted() }).catch((error) => console.log(error.message));
   `;
-  const args = ["--input-type=module", "-e", program];
-  const child = spawn(process.execPath, args, {
-    cwd: import.meta.dirname ?? ".",
-    stdio: ["ignore", "pipe", "inherit"],
+  const { status, printed } = await runs(program, "stdout", async (child) => {
+    await eventually(() => ids().length === 4, "the daemon forked");
+    child.kill("SIGINT");
+    setTimeout(release, 100);
   });
-  let printed = "";
-  child.stdout.on("data", (text) => (printed += text));
-  await eventually(() => ids().length === 4, "the daemon forked");
-  child.kill("SIGINT");
-  setTimeout(release, 100);
-  const [status] = await once(child, "exit");
   assert.deepEqual([status, printed], [0, "interrupted by SIGINT\n"]);
   assert.deepEqual(ids(), ["sb0"]);
 });

@@ -203,6 +203,7 @@ test("every kind of call ends when its signal aborts, and is not sent after that
     stream: (signal) => client().readFileStream("sb1", { path: "/a" }, { signal }).next(),
     socket: (signal) => client().execStream("sb1", { args: ["a"] }, { signal }),
     wait: (signal) => client().waitForDaemon({ signal }),
+    kill: (signal) => new forkd.Sandbox(client(), { id: "sb1" }).kill({ signal }),
   };
   for (const [name, call] of Object.entries(calls)) {
     const controller = new AbortController();

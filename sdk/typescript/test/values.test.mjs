@@ -92,18 +92,36 @@ test("a snapshot is waited for with its progress, and removed when the wait fail
 });
 
 test("a snapshot whose answer was lost is removed, and one of the same tag that was there before is not", async (t) => {
-  let code = "tag_taken";
+  let lost;
+  let taken = true;
   const { client, requests } = await served(t, (exchange) => {
     if (exchange.method === "DELETE") return exchange.answer(204);
-    if (code !== undefined) exchange.refuse(409, code);
+    if (lost-- > 0) return exchange.reset();
+    return taken ? exchange.refuse(409, "tag_taken") : exchange.answer(201, { tag: "a", status: "writing" });
   });
-  const impatient = client({ timeoutSecs: 0.2 });
-  const warm = () => forkd.Snapshot.warm("python", { tag: "a", client: impatient });
+  const warm = () => forkd.Snapshot.warm("python", { tag: "a", client: client() });
+  lost = 0;
   await assert.rejects(warm(), { code: "tag_taken" });
   assert.equal(requests.length, 1);
-  code = undefined;
-  await assert.rejects(warm(), forkd.TimeoutError);
-  assert.equal(requests.at(-1).request.url, "/v1/snapshots/a");
+  // More than the transport tries.
+  lost = 4;
+  await assert.rejects(warm(), { code: "stream_broken" });
+  assert.ok(requests.every(({ method }) => method === "POST"));
+  assert.equal(new Set(requests.slice(1).map(({ key }) => key)).size, 1);
+  [taken, lost] = [false, 4];
+  await assert.rejects(warm(), { code: "stream_broken" });
+  assert.deepEqual([requests.at(-1).method, requests.at(-1).request.url], ["DELETE", "/v1/snapshots/a"]);
+});
+
+test("the removal of a snapshot is sent again when its answer is lost", async (t) => {
+  let times = 0;
+  const { client, requests } = await served(t, (exchange) => {
+    if (exchange.method === "GET") return exchange.answer(200, { tag: "a/b", status: "ready" });
+    return ++times === 1 ? exchange.reset() : exchange.refuse(404, "snapshot_not_found");
+  });
+  await (await forkd.Snapshot.get("a/b", { client: client() })).delete({ force: true });
+  assert.equal(times, 2);
+  assert.equal(requests.at(-1).request.url, "/v1/snapshots/a%2Fb?force=true");
 });
 
 test("a list goes through all of its pages", async (t) => {

@@ -168,7 +168,8 @@ class AsyncClient:
     async def run(self, steps: Steps[T]) -> T:
         """Runs several calls; an error goes back into them, so that they can clean up.
 
-        If the event loop closes in the middle, nothing can be awaited any more: the clean-up then blocks.
+        What they do after a cancellation goes on through further ones. If the event loop closes in the middle, nothing can
+        be awaited any more: the clean-up then blocks.
         """
         try:
             step = next(steps)
@@ -178,6 +179,8 @@ class AsyncClient:
                 except BaseException as error:
                     if loop_is_closing(error):
                         return self.run_blocking(_thrown(steps, error))
+                    if isinstance(error, asyncio.CancelledError):
+                        return await finish(self.run(_thrown(steps, error)))
                     step = steps.throw(error)
                 else:
                     step = steps.send(reply)
@@ -271,6 +274,23 @@ def loop_is_closing(error: Optional[BaseException]) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+async def finish(work: Coroutine[object, object, T]) -> T:
+    """Waits for a clean-up to its end, however often this task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled: Optional[asyncio.CancelledError] = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        # What went wrong in the clean-up is not what the caller waits for.
+        task.exception()
+    raise cancelled
 
 
 async def _in_turn(pieces: Any) -> AsyncIterator[bytes]:

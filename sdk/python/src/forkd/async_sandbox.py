@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, AsyncGenerator, AsyncIterator, Awaitable,
 from . import requests as bodies
 from . import async_trying, routes, steps
 from .changes import Change, changes
-from .async_client import AsyncClient, default_async_client, loop_is_closing
+from .async_client import AsyncClient, default_async_client, finish, loop_is_closing
 from .code import Execution, execution_of, value_of
 from .command import DEFAULT, Command, Timeout, seconds
 from .async_commands import AsyncCommandHandle, AsyncCommands
@@ -16,7 +16,6 @@ from .async_files import AsyncFiles
 from .models import EvalReply, ExecReply, OnTimeout, PingReply, SandboxInfo, SandboxState, Stats, Tree
 from .options import create_body, fork_body, label_filter, update_body
 from .async_snapshot import AsyncSnapshot
-from .async_trying import finish
 from .steps import OnProgress
 from .trying import Outcome
 
@@ -59,17 +58,19 @@ class AsyncSandbox:
         network: Optional[bool] = None,
         memory_limit_mib: Optional[int] = None,
         image: Optional[str] = None,
+        mem_size_mib: Optional[int] = None,
+        vcpus: Optional[int] = None,
         client: Optional[AsyncClient] = None,
         on_progress: Optional[OnProgress] = None,
     ) -> Self:
-        """Forks a sandbox from a snapshot (its tag), or boots one from an `image`.
+        """Forks a sandbox from a snapshot (its tag), or boots one from an `image`, with `mem_size_mib` and `vcpus`.
 
         It lives for `timeout` seconds, or until `idle_timeout` seconds have passed without use; for ever by default. Then
         the daemon does `on_timeout`: `"kill"`, `"pause"` or `"suspend"`. `envs` reach every process in it: secrets go here.
         """
         client = client or default_async_client()
         body = create_body(
-            snapshot, 1, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib, image
+            snapshot, 1, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib, image, mem_size_mib, vcpus
         )
         if on_progress is not None:
             on_progress(f"booting {image}" if image else f"forking from {body.get('snapshot_tag')}")
@@ -242,7 +243,9 @@ class AsyncSandbox:
         if not wait:
             body["wait"] = False
         info = await self._client.branch_sandbox(self.id, body)
-        self._branches.append(info.tag)
+        if mode != "disk":
+            # A disk alone is nothing to go back to.
+            self._branches.append(info.tag)
         return AsyncSnapshot(info, self._client)
 
     async def rollback(self, to: Optional[str] = None) -> str:
@@ -279,7 +282,8 @@ class AsyncSandbox:
         ...     print(await sandbox.eval("x"))
         1
         """
-        branch = await self.branch(tag, wait=False)
+        branch = AsyncSnapshot(await self._client.run(steps.checkpoint(self.id, tag)), self._client)
+        self._branches.append(branch.tag)
         error: Optional[BaseException] = None
         try:
             yield branch

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Awaitable, Callable, Coroutine, Optional, Sequence, TypeVar
+from typing import TYPE_CHECKING, Awaitable, Callable, Optional, Sequence, TypeVar
 
-from .async_client import loop_is_closing
+from .async_client import finish, loop_is_closing
 from .trying import Outcome, all_failed, at_once
 
 if TYPE_CHECKING:
     from .async_sandbox import AsyncSandbox
 
 V = TypeVar("V")
-
-
-async def finish(work: Coroutine[object, object, V]) -> V:
-    """Waits for a clean-up to its end, also if this task is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 async def _attempt(

@@ -22,18 +22,22 @@ def create_body(
     network: Optional[bool],
     memory_limit_mib: Optional[int],
     image: Optional[str] = None,
+    mem_size_mib: Optional[int] = None,
+    vcpus: Optional[int] = None,
 ) -> bodies.CreateRequest:
     """The body of a request for children of a snapshot, or for one sandbox of an image."""
     body = fork_body(n, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib)
+    size = {"mem_size_mib": mem_size_mib, "vcpus": vcpus}
+    size = {name: value for name, value in size.items() if value is not None}
     if image is not None:
         if snapshot is not None:
             raise InvalidRequestError("give a snapshot or an image, not both")
         body.pop("n", None)
-        return cast(bodies.CreateRequest, {**body, "image": image})
+        return cast(bodies.CreateRequest, {**body, **size, "image": image})
     tag = snapshot or os.environ.get("FORKD_TAG")
     if not tag:
         raise InvalidRequestError("give the tag of a snapshot (`forkd images` lists them), or image=")
-    return cast(bodies.CreateRequest, {**body, "snapshot_tag": tag})
+    return cast(bodies.CreateRequest, {**body, **size, "snapshot_tag": tag})
 
 
 def fork_body(

@@ -448,9 +448,9 @@ def list_tokens() -> Call[list[TokenInfo]]:
     return Call("GET", "/v1/tokens", many(TokenInfo), repeatable=True)
 
 
-def create_token(body: bodies.TokenRequest, *, idempotency_key: Optional[str] = None) -> Call[NewToken]:
-    """Creates a token; the reply has its secret."""
-    return Call("POST", "/v1/tokens", one(NewToken), body=body, headers=_key(idempotency_key), repeatable=True)
+def create_token(body: bodies.TokenRequest) -> Call[NewToken]:
+    """Creates a token; the reply has its secret. The daemon does not keep that, so a lost reply cannot be had again."""
+    return Call("POST", "/v1/tokens", one(NewToken), body=body)
 
 
 def delete_token(name: str) -> Call[None]:

@@ -38,7 +38,8 @@ class Sandbox:
     'hello\\n'
 
     `Sandbox(tag)` forks from a snapshot, too, as clients of the reference do: there a status other than 0 raises no error, and
-    `eval` returns a text. With `target="HOST:PORT", spawn=False` it talks to an agent port and to no daemon.
+    `eval` returns a text. With `target="HOST:PORT", spawn=False` it talks to an agent port and to no daemon. `timeout` is how
+    many seconds the agent port may be silent. A fork needs none: the daemon returns it when its agent answers.
     """
 
     def __init__(
@@ -48,22 +49,19 @@ class Sandbox:
         if spawn:
             tag = tag or os.environ.get("FORKD_TAG") or REFERENCE_TAG
             info = _create(client, create_body(tag, 1, None, None, None, None, None, None, None))
-            self._set(client, info, reference=True, wait=timeout)
+            self._set(client, info, reference=True)
             return
         target = target or os.environ.get("FORKD_TARGET")
         if not target:
             raise InvalidRequestError("give target= or FORKD_TARGET, as `forkd agent-port` prints it, or spawn=True")
-        self._set(client, None, reference=True, wait=timeout)
+        self._set(client, None, reference=True)
         self._line = JsonLines(target, timeout)
         self.target = target
 
-    def _set(
-        self, client: Client, info: Optional[SandboxInfo], reference: bool = False, wait: float = 30
-    ) -> None:
+    def _set(self, client: Client, info: Optional[SandboxInfo], reference: bool = False) -> None:
         self._client = client
         self._info = info
         self._reference = reference
-        self._wait = wait
         self._line: Optional[JsonLines] = None
         self._branches: list[str] = []
         self.target = info.guest_addr if info else ""
@@ -90,17 +88,19 @@ class Sandbox:
         network: Optional[bool] = None,
         memory_limit_mib: Optional[int] = None,
         image: Optional[str] = None,
+        mem_size_mib: Optional[int] = None,
+        vcpus: Optional[int] = None,
         client: Optional[Client] = None,
         on_progress: Optional[OnProgress] = None,
     ) -> Self:
-        """Forks a sandbox from a snapshot (its tag), or boots one from an `image`.
+        """Forks a sandbox from a snapshot (its tag), or boots one from an `image`, with `mem_size_mib` and `vcpus`.
 
         It lives for `timeout` seconds, or until `idle_timeout` seconds have passed without use; for ever by default. Then
         the daemon does `on_timeout`: `"kill"`, `"pause"` or `"suspend"`. `envs` reach every process in it: secrets go here.
         """
         client = client or default_client()
         body = create_body(
-            snapshot, 1, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib, image
+            snapshot, 1, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib, image, mem_size_mib, vcpus
         )
         if on_progress is not None:
             on_progress(f"booting {image}" if image else f"forking from {body.get('snapshot_tag')}")
@@ -268,7 +268,9 @@ class Sandbox:
         if not wait:
             body["wait"] = False
         info = self._client.branch_sandbox(self.id, body)
-        self._branches.append(info.tag)
+        if mode != "disk":
+            # A disk alone is nothing to go back to.
+            self._branches.append(info.tag)
         return Snapshot(info, self._client)
 
     def rollback(self, to: Optional[str] = None) -> str:
@@ -305,7 +307,8 @@ class Sandbox:
         ...     sandbox.eval("x")
         1
         """
-        branch = self.branch(tag, wait=False)
+        branch = Snapshot(self._client.run(steps.checkpoint(self.id, tag)), self._client)
+        self._branches.append(branch.tag)
         try:
             yield branch
         except BaseException:

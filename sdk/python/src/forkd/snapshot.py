@@ -62,7 +62,7 @@ class Snapshot:
         """Boots an image, warms it up and keeps that moment: a parent for any number of children.
 
         `warm` is a command and `warm_python` code for the interpreter that `eval` uses. `on_progress` gets a line for each
-        step. An interrupt cancels the work.
+        step. If it fails, takes longer than `timeout` seconds or is interrupted, no snapshot is left.
 
             parent = Snapshot.warm("python", tag="numpy", warm_python="import numpy", on_progress=print)
         """
@@ -109,7 +109,10 @@ class Snapshot:
         return self._client.get_snapshot_info(self.tag)
 
     def wait_ready(self, timeout: float = 900.0, on_progress: Optional[OnProgress] = None) -> Snapshot:
-        """Waits until the snapshot is on disk. Children can be forked from a branch before."""
+        """Waits until the snapshot is on disk. Children can be forked from a branch before.
+
+        After `timeout` seconds this is a `TimeoutError`, and the daemon goes on with the snapshot.
+        """
         self._info = self._client.run(steps.wait_ready(self.tag, timeout, on_progress))
         return self
 

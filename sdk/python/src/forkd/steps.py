@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from typing import Callable, Iterable, Optional
+from typing import Callable, Iterable, Optional, TypeVar
 
 from . import requests as bodies
 from . import routes
@@ -21,6 +21,7 @@ from .models import SandboxInfo, SnapshotInfo, SpawnReply
 # How long a clean-up may take.
 CLEAN_UP_SECONDS = 60.0
 OnProgress = Callable[[str], None]
+T = TypeVar("T")
 
 
 def outcome_unknown(error: BaseException) -> bool:
@@ -30,13 +31,18 @@ def outcome_unknown(error: BaseException) -> bool:
     return not isinstance(error, ForkdError) or error.status is None
 
 
+def again(call: Call[None]) -> Call[None]:
+    """A removal that is sent again after a broken connection: here it is no error that the object is gone."""
+    return dataclasses.replace(call, repeatable=True)
+
+
 def kill(ids: Iterable[str]) -> Steps[None]:
     """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them."""
     problem: Optional[BaseException] = None
     left = list(ids)
     while left:
         try:
-            yield from ask(routes.delete_sandbox(left[0]))
+            yield from ask(again(routes.delete_sandbox(left[0])))
         except NotFoundError:
             pass
         except Exception as error:
@@ -72,20 +78,57 @@ def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[l
     raise error
 
 
-def undo(call: Call[SpawnReply]) -> Steps[None]:
-    """Ends what a request made whose reply never came."""
-    until = time.monotonic() + CLEAN_UP_SECONDS
+def undo(call: Call[SpawnReply], until: Optional[float] = None) -> Steps[None]:
+    """Ends what a request made whose reply never came, until a time of the monotonic clock."""
+    reply = yield from lost_reply(call, until)
+    if reply is not None:
+        yield from kill([child.id for child in reply.children])
+
+
+def lost_reply(call: Call[T], until: Optional[float] = None) -> Steps[Optional[T]]:
+    """The reply that never came; None if the daemon refused the request or does not answer."""
+    until = until or time.monotonic() + CLEAN_UP_SECONDS
     call = dataclasses.replace(call, patience=0.0)
     while time.monotonic() < until:
         try:
-            reply = yield from ask(call)
+            return (yield from ask(call))
         except ForkdError as error:
             if error.code == "idempotency_in_progress" or isinstance(error, (StreamBrokenError, TimeoutError)):
                 yield from sleep(0.2)
                 continue
-            return
-        yield from kill([child.id for child in reply.children])
-        return
+            break
+    return None
+
+
+def make_snapshot(call: Call[SnapshotInfo], own_tag: Optional[str]) -> Steps[SnapshotInfo]:
+    """Sends a request that makes a snapshot. If its outcome is unknown, what it made is removed.
+
+    A tag that the caller chose may be another snapshot's: then only the reply tells. `own_tag` is one that no other has.
+    """
+    try:
+        return (yield from ask(call))
+    except BaseException as error:
+        if outcome_unknown(error):
+            made = yield from lost_reply(call)
+            tag = made.tag if made is not None else own_tag
+            if tag is not None:
+                yield from discard(tag)
+        raise
+
+
+def discard(tag: str) -> Steps[None]:
+    """Removes a snapshot after an error, which is what the caller gets."""
+    try:
+        yield from delete_quietly(tag)
+    except ForkdError:
+        pass
+
+
+def checkpoint(id: str, tag: Optional[str]) -> Steps[SnapshotInfo]:
+    """Makes the branch of a checkpoint."""
+    own_tag = None if tag else new_tag("checkpoint-" + id)
+    body: bodies.BranchRequest = {"tag": tag or own_tag, "mode": "live", "wait": False}
+    return (yield from make_snapshot(routes.branch_sandbox(id, body), own_tag))
 
 
 def rollback(id: str, branches: list[str], source: Optional[str]) -> Steps[str]:
@@ -106,7 +149,7 @@ def rollback(id: str, branches: list[str], source: Optional[str]) -> Steps[str]:
 
 
 def wait_ready(tag: str, timeout: float, progress: Optional[OnProgress]) -> Steps[SnapshotInfo]:
-    """Waits until a snapshot is on disk, and reports what the daemon does meanwhile."""
+    """Waits until a snapshot is on disk, and reports what the daemon does. The daemon goes on also if the wait ends."""
     until = time.monotonic() + timeout
     reported, pause = "", 0.05
     while True:
@@ -121,7 +164,7 @@ def wait_ready(tag: str, timeout: float, progress: Optional[OnProgress]) -> Step
             reason = info.error or f"the snapshot {tag} is {info.status}"
             raise error_for(info.error_code or "snapshot_failed", f"{tag}: {reason}")
         if time.monotonic() > until:
-            raise TimeoutError(f"{tag} is not ready after {timeout:g} s ({now}). The daemon goes on with it")
+            raise TimeoutError(f"{now}: it is not ready after {timeout:g} s; give a longer timeout")
         yield from sleep(pause)
         pause = min(pause * 1.5, 1.0)
 
@@ -137,35 +180,26 @@ def describe(info: SnapshotInfo) -> str:
 
 
 def warm(body: bodies.SnapshotRequest, timeout: float, progress: Optional[OnProgress]) -> Steps[SnapshotInfo]:
-    """Makes a snapshot. An interrupt cancels the work of the daemon."""
-    call = routes.create_snapshot(body, wait=False)
-    tag = body["tag"]
-    made = False
+    """Makes a snapshot. An interrupt, an error or a time-out cancels the daemon's work: there is no snapshot then."""
+    info = yield from make_snapshot(routes.create_snapshot(body, wait=False), None)
     try:
-        yield from ask(call)
-        made = True
-        return (yield from wait_ready(tag, timeout, progress))
-    except BaseException as error:
-        # A failed snapshot stays, with the reason; a half-made one is cancelled.
-        if isinstance(error, ForkdError) and not outcome_unknown(error):
-            raise
-        try:
-            if not made:
-                yield from ask(call)
-            yield from ask(routes.delete_snapshot(tag))
-        except ForkdError:
-            pass
+        return (yield from wait_ready(info.tag, timeout, progress))
+    except BaseException:
+        # A failed snapshot goes, too: the error has its reason.
+        yield from discard(info.tag)
         raise
 
 
-def delete_quietly(tag: str) -> Steps[None]:
+def delete_quietly(tag: str, force: Optional[bool] = None) -> Steps[None]:
     """Removes a branch that is no longer needed; snapshots that are built on it keep their layers."""
     try:
-        yield from ask(routes.delete_snapshot(tag))
+        yield from ask(again(routes.delete_snapshot(tag, force=force)))
     except NotFoundError:
         pass
     except ConflictError:
-        yield from ask(routes.delete_snapshot(tag, force=True))
+        if force:
+            raise
+        yield from delete_quietly(tag, force=True)
 
 
 def new_tag(start: str) -> str:

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Callable, Generic, Optional, Sequence, TypeVar
 
+from .children import Children
 from .errors import AllFailedError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -98,21 +99,28 @@ def try_each(
     if not runs:
         return []
     count = at_once(len(runs), parallel)
-    children = source.fork(len(runs))
+    with Children(source, len(runs)) as children:
+        outcomes = _all(runs, children, count, keep)
+        if keep:
+            for child in children.all:
+                children.keep(child)
+    return outcomes
+
+
+def _all(
+    runs: Sequence[Callable[[Sandbox], V]], children: Children, parallel: int, keep: bool
+) -> list[Outcome[V, Sandbox]]:
+    """The outcomes of all callables, in their order. Without `keep` each child ends as soon as its callable has."""
     outcomes: dict[int, Outcome[V, Sandbox]] = {}
+    runner = Runner(runs, children.all, parallel)
     try:
-        runner = Runner(runs, children, count)
-        try:
-            while len(outcomes) < len(runs):
-                index, outcome = runner.next()
-                outcomes[index] = outcome
-                if not keep:
-                    outcome.sandbox.kill()
-        finally:
-            runner.stop()
-    except BaseException:
-        source.kill_all(children)
-        raise
+        while len(outcomes) < len(runs):
+            index, outcome = runner.next()
+            outcomes[index] = outcome
+            if not keep:
+                children.end(outcome.sandbox)
+    finally:
+        runner.stop()
     return [outcomes[index] for index in range(len(runs))]
 
 
@@ -129,40 +137,39 @@ def best_of(
     def run(index: int) -> Callable[[Sandbox], V]:
         return lambda child: step(child, index)
 
-    outcomes = try_each(source, [run(index) for index in range(n)], parallel, True)
-    losers = [outcome.sandbox for outcome in outcomes]
-    try:
+    runs = [run(index) for index in range(n)]
+    if not runs:
+        raise all_failed([])
+    count = at_once(n, parallel)
+    with Children(source, n) as children:
+        outcomes = _all(runs, children, count, True)
         good = [outcome for outcome in outcomes if outcome.ok]
         if not good:
             raise all_failed(outcomes)
         best = max(good, key=lambda outcome: score(outcome.result()))
         if keep:
-            losers.remove(best.sandbox)
+            children.keep(best.sandbox)
         return best
-    finally:
-        source.kill_all(losers)
 
 
 def first_success(
     source: Sandbox, runs: Sequence[Callable[[Sandbox], V]], keep: bool, parallel: Optional[int]
 ) -> Outcome[V, Sandbox]:
     """See `Sandbox.first_success`."""
+    if not runs:
+        raise all_failed([])
     count = at_once(len(runs), parallel)
-    children = source.fork(len(runs)) if runs else []
-    left = list(children)
     outcomes: dict[int, Outcome[V, Sandbox]] = {}
-    try:
-        runner = Runner(runs, children, count)
+    with Children(source, len(runs)) as children:
+        runner = Runner(runs, children.all, count)
         try:
             while len(outcomes) < len(runs):
                 index, outcome = runner.next()
                 outcomes[index] = outcome
                 if outcome.ok:
                     if keep:
-                        left.remove(outcome.sandbox)
+                        children.keep(outcome.sandbox)
                     return outcome
         finally:
             runner.stop()
         raise all_failed([outcomes[index] for index in range(len(runs))])
-    finally:
-        source.kill_all(left)
