@@ -93,16 +93,16 @@ npm_client() {
   "$node/bin/node" "$folder/$program"
 }
 
-# The E2B adapter of a framework: adapter NAME FIRST END, where FIRST is the first minor version of Python 3 that its
-# package allows, and END the first that it does not. Its versions are in adapter_NAME.txt.
+# The E2B adapter of a framework: adapter NAME FIRST END [PROGRAM], where FIRST is the first minor version of Python 3 that
+# its package allows, and END the first that it does not. Its versions are in adapter_NAME.txt.
 adapter() {
-  local name=$1 python
+  local name=$1 program=${4:-adapter_$1.py} python
   if ! python=$(python_between "$2" "$3"); then
     echo "NOT RUN: its package needs Python 3.$2 or later and before 3.$3; install one" >&2
     exit "$not_run"
   fi
   environment "adapter-$name" "$python" -r "$drives/adapter_$name.txt"
-  "$place/adapter-$name/bin/python" "$drives/adapter_$name.py"
+  "$place/adapter-$name/bin/python" "$drives/$program"
 }
 
 printf '\n==> Templates\n' >&2
@@ -130,6 +130,7 @@ part "npm @e2b/code-interpreter 2.8.0" npm_client drive_code.mjs @e2b/code-inter
 part "adapter langchain-e2b 0.0.6 with deepagents 0.6.12" adapter langchain 11 14
 part "adapter smolagents 1.26.0" adapter smolagents 11 14
 part "adapter crewai-tools 1.15.30" adapter crewai 10 14
+part "adapter crewai-tools 1.15.30, its Python tool over E2B_DOMAIN" adapter crewai 10 14 adapter_crewai_domain.py
 part "adapter openai-agents 0.24.0" adapter openai 10 14
 
 printf '\n' >&2

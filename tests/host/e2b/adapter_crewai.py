@@ -1,5 +1,5 @@
-"""The E2B tools of crewai-tools work in sandboxes, as published. No model chooses them: the tools are called as an agent
-calls them.
+"""The tools of crewai-tools for commands and files work in sandboxes, as published. No model chooses them: the tools are
+called as an agent calls them. `adapter_crewai_domain.py` has the tool for Python.
 
 Environment: E2B_API_URL, E2B_SANDBOX_URL, E2B_API_KEY, and DRIVE_TEMPLATE (a template that is ready).
 """
@@ -35,5 +35,4 @@ finally:
 # A sandbox of the tool's own for one call.
 once = E2BExecTool(template=TEMPLATE).run(command="id -un")
 assert once["stdout"] == "user\n", once
-print("NOT RUN: E2BPythonTool (the e2b-code-interpreter 2.6 that it pins ignores E2B_SANDBOX_URL: it needs E2B_DOMAIN and TLS)")
 print("crewai-tools' tools for commands and files work")
