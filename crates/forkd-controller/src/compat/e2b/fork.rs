@@ -67,7 +67,7 @@ pub(super) async fn fork(
             let state = with_new_tokens(E2bState { started_at_unix_ms: now_unix_ms(), ..state.clone() })?;
             let envs = state.variables(&id);
             check_envs(&envs)?;
-            let order = SpawnSpec {
+            let spawn = SpawnSpec {
                 tag: String::new(),
                 who: who.clone(),
                 owner: spec.owner.clone(),
@@ -83,7 +83,7 @@ pub(super) async fn fork(
                 id: Some(id.clone()),
                 e2b: Some(Box::new(state.clone())),
             };
-            let mut spawned = spawn_from(&e2b.registry, template.clone(), order).await?;
+            let mut spawned = spawn_from(&e2b.registry, template.clone(), spawn).await?;
             if let Some((_, error)) = spawned.errors.pop() {
                 return Err(error);
             }

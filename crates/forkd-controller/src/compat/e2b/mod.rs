@@ -167,7 +167,7 @@ impl E2bContext {
     /// Finds a sandbox of this API that has not ended.
     fn find(&self, id: &str) -> Result<Found> {
         if let Ok(sandbox) = self.registry.get(id) {
-            let state = sandbox.read_runtime(|facts| facts.saved.e2b.clone());
+            let state = sandbox.read_runtime(|runtime| runtime.saved.e2b.clone());
             let ended = matches!(sandbox.phase(), crate::sandbox::Phase::Ended(_));
             if let (Some(state), false) = (state, ended) {
                 return Ok(Found::Running(sandbox, state));

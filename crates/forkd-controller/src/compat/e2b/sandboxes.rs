@@ -77,7 +77,7 @@ pub(super) async fn create(
     })?;
     let variables = state.variables(&id);
     check_envs(&variables)?;
-    let order = SpawnSpec {
+    let spawn = SpawnSpec {
         tag: template.tag.clone(),
         who: who.clone(),
         owner: who.owner.clone(),
@@ -94,7 +94,7 @@ pub(super) async fn create(
         e2b: Some(Box::new(state.clone())),
     };
     let mut spawned =
-        start_children(&e2b.registry, &e2b.snapshots, order).await.map_err(|error| match error.code() {
+        start_children(&e2b.registry, &e2b.snapshots, spawn).await.map_err(|error| match error.code() {
             // The snapshot was removed since it was looked up.
             Code::SnapshotNotFound => names::missing(&request.template_id),
             _ => error,
@@ -144,7 +144,7 @@ impl E2bContext {
 fn extend(sandbox: &Sandbox, secs: u64) -> Result<()> {
     let at = deadline(Duration::from_secs(secs));
     let later = |current: &Option<u64>| current.is_some_and(|current| current >= at);
-    if sandbox.read_runtime(|facts| later(&facts.saved.deadline_unix)) {
+    if sandbox.read_runtime(|runtime| later(&runtime.saved.deadline_unix)) {
         return Ok(());
     }
     set_deadline(sandbox, secs)
@@ -152,9 +152,9 @@ fn extend(sandbox: &Sandbox, secs: u64) -> Result<()> {
 
 fn set_deadline(sandbox: &Sandbox, secs: u64) -> Result<()> {
     sandbox.check_not_suspending()?;
-    let written = sandbox.update_persisted(|facts| {
-        facts.saved.deadline_unix = Some(deadline(Duration::from_secs(secs)));
-        if let Some(state) = &mut facts.saved.e2b {
+    let written = sandbox.update_persisted(|runtime| {
+        runtime.saved.deadline_unix = Some(deadline(Duration::from_secs(secs)));
+        if let Some(state) = &mut runtime.saved.e2b {
             state.timeout_secs = secs;
         }
     });
@@ -177,7 +177,7 @@ pub(super) async fn connect(
         return Err(Error::new(Code::NotImplemented, text));
     }
     let (resumed, sandbox) = e2b.running(&id, timeout, &who).await?;
-    let state = sandbox.read_runtime(|facts| facts.saved.e2b.clone()).ok_or_else(|| not_found(&id))?;
+    let state = sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()).ok_or_else(|| not_found(&id))?;
     let status = if resumed { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, Json(Connected::new(&id, &state))).into_response())
 }
@@ -305,7 +305,7 @@ fn listed(e2b: &E2bContext, found: &Found) -> Listed {
             let spec = &sandbox.spec;
             let plain = Size { vcpus: spec.vcpus, mem_mib: spec.mem_mib, disk_mib: 0 };
             let size = spec.guest.as_ref().map_or(plain, size);
-            let end_at = sandbox.read_runtime(|facts| facts.saved.deadline_unix);
+            let end_at = sandbox.read_runtime(|runtime| runtime.saved.deadline_unix);
             Listed::new(&sandbox.id, state, size, end_at, false)
         }
         Found::Paused(record, state) => Listed::new(&record.name, state, size_of(e2b, record), None, true),

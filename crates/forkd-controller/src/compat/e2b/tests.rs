@@ -27,7 +27,7 @@ async fn daemon() -> FakeDaemon {
         started_at_unix_ms: 1_700_000_000_000,
         ..E2bState::default()
     };
-    daemon.sandbox.update_runtime(|facts| facts.saved.e2b = Some(Box::new(state)));
+    daemon.sandbox.update_runtime(|runtime| runtime.saved.e2b = Some(Box::new(state)));
     daemon
 }
 
@@ -76,7 +76,7 @@ async fn a_request_that_ends_while_the_sandbox_is_paused_does_not_succeed() {
     client.write_all(head.as_bytes()).await.unwrap();
     eventually("the upload", || *daemon.guest.begun.lock().unwrap() == 1).await;
     // The pause has stored the sandbox without what follows.
-    daemon.sandbox.update_runtime(|facts| facts.is_suspending = true);
+    daemon.sandbox.update_runtime(|runtime| runtime.is_suspending = true);
     client.write_all(b"cd").await.unwrap();
     let mut answer = String::new();
     client.read_to_string(&mut answer).await.unwrap();
@@ -147,7 +147,7 @@ async fn a_create_that_an_earlier_daemon_began_returns_the_sandbox_that_is_there
         let (status, _, reply) = daemon.ask("POST /v2/sandboxes", &headers, body.as_bytes()).await;
         (status, parsed(&reply))
     };
-    daemon.sandbox.update_runtime(|facts| facts.saved.lifetime.request = Some(format!("{LOCAL} made")));
+    daemon.sandbox.update_runtime(|runtime| runtime.saved.lifetime.request = Some(format!("{LOCAL} made")));
     let (status, made) = ask("made").await;
     assert_eq!((status, &made["sandboxID"], &made["envdAccessToken"]), (201, &json!(ID), &json!("access")));
     // If it made none, it is done now.
@@ -184,7 +184,7 @@ async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
     };
     assert_eq!(create().await.unwrap().status(), 201);
     let made = daemon.registry.list();
-    let request = made[0].read_runtime(|facts| facts.saved.lifetime.request.clone());
+    let request = made[0].read_runtime(|runtime| runtime.saved.lifetime.request.clone());
     assert_eq!((made.len(), request.as_deref()), (1, Some("local k")));
     assert_eq!(create().await.unwrap_err().code(), Code::QuotaExceeded);
 }
@@ -255,7 +255,7 @@ async fn control_requests_show_and_lengthen_a_life_and_errors_have_the_clients_s
     assert_eq!(listed.as_array().unwrap().len(), 1);
     assert_eq!(daemon.json("GET /v2/sandboxes?metadata=team%3Db", None).await.1, json!([]));
 
-    let deadline = || daemon.sandbox.read_runtime(|facts| facts.saved.deadline_unix).unwrap();
+    let deadline = || daemon.sandbox.read_runtime(|runtime| runtime.saved.deadline_unix).unwrap();
     let timeout = format!("POST /sandboxes/{ID}/timeout");
     assert_eq!(daemon.json(&timeout, Some(json!({"timeout": 1000}))).await.0, 204);
     let before = deadline();
@@ -295,7 +295,7 @@ async fn a_pause_that_requires_a_healthy_guest_refuses_one_that_does_not_answer(
 #[tokio::test]
 async fn a_sandbox_that_is_being_resumed_is_listed_once_as_running() {
     let daemon = daemon().await;
-    let state = daemon.sandbox.read_runtime(|facts| facts.saved.e2b.clone()).unwrap();
+    let state = daemon.sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()).unwrap();
     let other = "sb0123456789abcdef";
     for id in [ID, other] {
         daemon.app.workspaces.enter_paused(id, "paused", (*state).clone());

@@ -160,7 +160,7 @@ impl E2bContext {
     /// The sandbox whose state fits.
     fn with_state(&self, fits: impl Fn(&E2bState) -> bool) -> Option<Found> {
         let running = self.registry.list().into_iter().find(|sandbox| {
-            sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().is_some_and(|state| fits(state)))
+            sandbox.read_runtime(|runtime| runtime.saved.e2b.as_ref().is_some_and(|state| fits(state)))
         });
         if let Some(sandbox) = running {
             return self.find(&sandbox.id).ok();
