@@ -60,11 +60,15 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
     for (id, path, record, identity) in half_made {
         let template = record.as_ref().and_then(|record| {
             let (template, children) = leftovers.templates.get_mut(&record.template)?;
-            let child = record.child(&id);
-            template.acknowledge(&child);
-            Some((template.pid, children.remove(&child)?))
+            Some((template.pid, children.remove(&record.child(&id))?))
         });
         end(&id, &path, identity, template).await;
+        // After the end: a template forgets no child that runs.
+        if let Some(record) = &record
+            && let Some((template, _)) = leftovers.templates.get(&record.template)
+        {
+            template.acknowledge(&record.child(&id));
+        }
         match record {
             // A rollback was under way: the old process is gone, the new one was half-made.
             Some(record) if path.join(END).exists() => {
