@@ -1,6 +1,6 @@
 """The Python tool of crewai-tools works in a sandbox, as published. The client that it pins knows no E2B_SANDBOX_URL: it
 builds the names of hosts from E2B_DOMAIN, and speaks TLS with them. This program resolves the names below its domain to a
-server of its own, which ends TLS before the daemon, as an operator's reverse proxy does.
+server of its own, which ends TLS before the daemon's plain port, as docs/E2B.md says of a reverse proxy.
 
 Environment: E2B_API_URL, E2B_API_KEY.
 """
@@ -32,10 +32,10 @@ def certificate(folder):
     return file
 
 
-def copy(source, target):
+def copy(source, target, change=lambda piece: piece):
     try:
         while piece := source.recv(65536):
-            target.sendall(piece)
+            target.sendall(change(piece))
         target.shutdown(socket.SHUT_WR)
     except OSError:
         pass
@@ -48,7 +48,8 @@ def serve(listener, context):
                 with socket.create_connection((daemon.hostname, daemon.port)) as upstream:
                     back = threading.Thread(target=copy, args=(upstream, client), daemon=True)
                     back.start()
-                    copy(client, upstream)
+                    # The daemon's plain port has one name, but for the names of sandboxes.
+                    copy(client, upstream, lambda piece: piece.replace(API, daemon.netloc.encode()))
                     back.join()
         except OSError:
             pass
@@ -63,6 +64,7 @@ context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 context.load_cert_chain(pem)
 listener = socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]
+API = f"api.{DOMAIN}:{port}".encode()
 threading.Thread(target=serve, args=(listener, context), daemon=True).start()
 
 resolve = socket.getaddrinfo
