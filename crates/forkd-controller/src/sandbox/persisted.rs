@@ -88,24 +88,13 @@ impl Sandbox {
     /// Writes the record of a booted sandbox, so that the next daemon adopts it, unless it was deleted meanwhile.
     pub(crate) fn persist_for_adoption(&self, envs: BTreeMap<String, String>) -> io::Result<()> {
         let lineage = self.resources().lineage.clone();
-        let lineage = lineage.ok_or_else(|| io::Error::other("it has no user of its own"))?;
+        let lineage = lineage.ok_or_else(|| io::Error::other("the sandbox has no user id of its own"))?;
         let mut on_disk = self.persisted.lock();
         if on_disk.is_deleted {
             return Ok(());
         }
-        let runtime = self.runtime();
-        let booted = SandboxRecord {
-            template: String::new(),
-            lineage: lineage.slot,
-            cgroup: lineage.name.clone(),
-            spec: self.spec.clone(),
-            created_at_unix: self.created_at_unix(),
-            created_nanos: self.created_nanos(),
-            netns: runtime.netns,
-            generation: 0,
-            envs,
-            saved: runtime.saved,
-        };
+        let saved = self.read_runtime(|runtime| runtime.saved.clone());
+        let booted = SandboxRecord { envs, ..SandboxRecord::new(self, lineage.slot, &lineage.name, saved) };
         booted.write(&self.folder)?;
         on_disk.record = Some(booted);
         Ok(())

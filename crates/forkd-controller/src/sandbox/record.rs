@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::quota::Claim;
 use crate::error::Error;
+use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::lifetime::{IDLE, Lifetime, SUSPENDED, TIMED_OUT};
 use crate::util::records::{self, Found, VersionedRecord};
@@ -123,6 +124,22 @@ pub(crate) struct SandboxRecord {
 }
 
 impl SandboxRecord {
+    /// The record of `sandbox`, whose process is in the lineage `lineage` with the cgroup `cgroup`.
+    pub(crate) fn new(sandbox: &Sandbox, lineage: u32, cgroup: &str, saved: SavedState) -> Self {
+        SandboxRecord {
+            template: String::new(),
+            lineage,
+            cgroup: cgroup.to_owned(),
+            spec: sandbox.spec.clone(),
+            created_at_unix: sandbox.created_at_unix(),
+            created_nanos: sandbox.created_nanos(),
+            netns: sandbox.read_runtime(|runtime| runtime.netns.clone()),
+            generation: 0,
+            envs: BTreeMap::new(),
+            saved,
+        }
+    }
+
     /// Whether it was booted, not forked from a template.
     pub(crate) fn is_booted(&self) -> bool {
         self.template.is_empty()

@@ -217,25 +217,19 @@ fn prepare_child(
     saved.lifetime.auto_paused = false;
     saved.lifetime.frozen = false;
     saved.lifetime.suspending = None;
-    let record = SandboxRecord {
-        template: template.id.clone(),
-        lineage: about.lineage,
-        cgroup: about.cgroup.clone(),
-        spec: spec.clone(),
-        created_at_unix: old.created_at_unix(),
-        created_nanos: old.created_nanos(),
-        netns: runtime.netns.clone(),
-        generation,
-        envs: before.map(|record| record.envs).unwrap_or_default(),
-        saved,
-    };
     let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), resources, host);
     sandbox.created = old.created;
     sandbox.child = child;
     sandbox.update_runtime(|known| known.netns = runtime.netns);
+    let record = SandboxRecord {
+        template: template.id.clone(),
+        generation,
+        envs: before.map(|record| record.envs).unwrap_or_default(),
+        ..SandboxRecord::new(&sandbox, about.lineage, &about.cgroup, saved)
+    };
     record.write(next).map_err(|error| {
         sandbox.resources().release(&sandbox.id);
-        Error::host("cannot write down what a sandbox is", error)
+        Error::host("cannot write the record of a sandbox", error)
     })?;
     sandbox.recorded(record);
     Ok((sandbox, attached))

@@ -279,7 +279,7 @@ fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Resul
     let sandbox = Sandbox::new(id, spec, folder.to_owned(), resources, host);
     record(&sandbox, spawn, template).map_err(|error| {
         sandbox.resources().release(&sandbox.id);
-        Error::host("cannot write down what a sandbox is", error)
+        Error::host("cannot write the record of a sandbox", error)
     })?;
     let pending = PendingFork {
         pending: template.fork(config, fds),
@@ -349,24 +349,18 @@ impl Attached {
 
 /// Writes the record for the next daemon. Not synced: the sandbox does not survive a reboot either.
 fn record(sandbox: &Sandbox, spec: &SpawnSpec, template: &Template) -> io::Result<()> {
+    let saved = SavedState {
+        deadline_unix: spec.time_to_live.map(deadline),
+        python: template.about.guest.python,
+        workspace: spec.workspace.clone(),
+        lifetime: spec.lifetime.clone(),
+        e2b: spec.e2b.clone(),
+        ..SavedState::default()
+    };
     let record = SandboxRecord {
         template: template.id.clone(),
-        lineage: template.about.lineage,
-        cgroup: template.about.cgroup.clone(),
-        spec: sandbox.spec.clone(),
-        created_at_unix: sandbox.created_at_unix(),
-        created_nanos: sandbox.created_nanos(),
-        netns: sandbox.runtime().netns,
-        generation: 0,
         envs: spec.envs.clone(),
-        saved: SavedState {
-            deadline_unix: spec.time_to_live.map(deadline),
-            python: template.about.guest.python,
-            workspace: spec.workspace.clone(),
-            lifetime: spec.lifetime.clone(),
-            e2b: spec.e2b.clone(),
-            ..SavedState::default()
-        },
+        ..SandboxRecord::new(sandbox, template.about.lineage, &template.about.cgroup, saved)
     };
     record.write(&sandbox.folder)?;
     sandbox.recorded(record);

@@ -165,7 +165,7 @@ impl Sandbox {
             Ok(()) => Ok(monitor),
             Err(error) => {
                 monitor.end().await;
-                let error = Error::host("cannot write down what a sandbox is", error);
+                let error = Error::host("cannot write the record of a sandbox", error);
                 Err(Outcome::Ended(End::failed("boot_failed", &error, String::new())))
             }
         }

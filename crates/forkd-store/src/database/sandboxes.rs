@@ -61,7 +61,7 @@ pub enum Change {
 impl Database {
     /// Writes changes down, all of them or none.
     pub fn note_sandboxes(&self, changes: &[Change]) -> Result<()> {
-        self.call("write down sandboxes", |connection| {
+        self.call("record sandboxes", |connection| {
             let transaction = connection.transaction()?;
             {
                 let mut made = transaction.prepare_cached(
