@@ -8,13 +8,15 @@ use std::mem::take;
 use std::sync::Arc;
 use std::time::Duration;
 
+use forkd_api::Code;
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, stream};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
-use crate::api::{Api, ApiBody, ApiRequest, UNREACHABLE, ask, encoded};
+use crate::api::{Api, ApiBody, ApiReply, ApiRequest, UNREACHABLE, ask, encoded};
 use crate::tool_error::ToolError;
 
 /// The idle timeout of sandboxes that are not kept, in seconds. It matters only if the server ends without ending its
@@ -22,6 +24,11 @@ use crate::tool_error::ToolError;
 pub(crate) const IDLE_TIMEOUT_SECS: u64 = 24 * 3600;
 /// How long the end of a session waits for requests that make something. What they make then ends at once.
 const END_WAIT: Duration = Duration::from_secs(60);
+/// The pauses before a request is sent again that got no reply. A daemon that starts anew is back after some of them.
+const RETRY_PAUSES: [Duration; 4] =
+    [Duration::ZERO, Duration::from_millis(250), Duration::from_secs(1), Duration::from_secs(3)];
+/// The pause before a request is sent again that the daemon still works on.
+const IN_PROGRESS_PAUSE: Duration = Duration::from_millis(250);
 /// How many objects end at the same time.
 const AT_ONCE: usize = 8;
 
@@ -112,11 +119,7 @@ impl Session {
         request.idempotency_key = Some(unique());
         let session = self.clone();
         let work = async move {
-            let mut reply = ask(&*api, request.clone()).await;
-            // The daemon may have done it: the key gets the first reply.
-            if reply.as_ref().is_err_and(|error| error.code == UNREACHABLE) {
-                reply = ask(&*api, request).await;
-            }
+            let reply = ask_to_the_end(&*api, request).await;
             if let (Err(error), Some(tag)) = (&reply, &new_tag) {
                 session.add_failed(&*api, tag, error).await;
             }
@@ -241,7 +244,7 @@ impl Session {
     }
 
     async fn remove(&self, path: String) -> bool {
-        match ask(&*self.api, ApiRequest::delete(path.as_str())).await {
+        match ask_to_the_end(&*self.api, ApiRequest::delete(path.as_str())).await {
             Ok(_) => true,
             Err(error) if error.is_not_found() => true,
             Err(error) => {
@@ -249,6 +252,26 @@ impl Session {
                 false
             }
         }
+    }
+}
+
+/// Sends a request that may be repeated, until the daemon replies with its outcome. A lost reply does not say whether
+/// the daemon does the request; the key, or a second removal, gets the outcome of the first.
+async fn ask_to_the_end(api: &dyn Api, request: ApiRequest) -> Result<ApiReply, ToolError> {
+    let end = Instant::now() + request.patience;
+    let mut pauses = RETRY_PAUSES.iter();
+    loop {
+        let reply = ask(api, request.clone()).await;
+        let code = reply.as_ref().err().map(|error| error.code.clone());
+        let pause = match code.as_deref() {
+            Some(UNREACHABLE) => pauses.next().copied(),
+            Some(code) if code == Code::IdempotencyInProgress.name() => {
+                Some(IN_PROGRESS_PAUSE).filter(|pause| Instant::now() + *pause < end)
+            }
+            _ => None,
+        };
+        let Some(pause) = pause else { return reply };
+        tokio::time::sleep(pause).await;
     }
 }
 

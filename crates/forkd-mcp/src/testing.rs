@@ -31,6 +31,8 @@ struct State {
     requests: Vec<(String, Value)>,
     by_key: BTreeMap<String, (u16, Value)>,
     breaks: usize,
+    /// How many repetitions of a request find it still in progress.
+    in_progress: usize,
     delay: Duration,
 }
 
@@ -60,6 +62,11 @@ impl FakeApi {
     /// The next replies get lost.
     pub(crate) fn lose_replies(&self, n: usize) {
         self.state.lock().breaks = n;
+    }
+
+    /// The next repetitions of a request find it still in progress.
+    pub(crate) fn stay_in_progress(&self, n: usize) {
+        self.state.lock().in_progress = n;
     }
 
     /// Requests that make something take this long.
@@ -123,6 +130,12 @@ impl State {
         };
         self.requests.push((line.clone(), body.clone()));
         if let Some((status, reply)) = request.idempotency_key.as_ref().and_then(|key| self.by_key.get(key)) {
+            if self.in_progress > 0 {
+                self.in_progress -= 1;
+                let error =
+                    json!({ "error": "under way", "code": "idempotency_in_progress", "request_id": "r-4" });
+                return windowed(request, 409, error.to_string().as_bytes());
+            }
             return windowed(request, *status, reply.to_string().as_bytes());
         }
         if request.path.contains("/files?") {

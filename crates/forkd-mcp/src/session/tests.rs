@@ -67,13 +67,27 @@ async fn a_reply_that_got_lost_is_asked_for_again_and_nothing_is_made_twice() {
     api.lose_replies(1);
     session.make(api.clone(), spawn(2), Makes::Sandboxes, false).await.unwrap();
     assert_eq!(api.sandboxes().len(), 2);
-    api.lose_replies(2);
+    api.lose_replies(9);
     let error = session.make(api.clone(), spawn(1), Makes::Sandboxes, false).await.unwrap_err();
     assert!(
         error.text().contains("daemon_unreachable") && error.text().contains("forkd serve"),
         "{}",
         error.text()
     );
+}
+
+#[tokio::test]
+async fn a_request_that_the_daemon_still_works_on_is_asked_for_until_its_outcome_is_known() {
+    let api = FakeApi::new();
+    let session = Session::new(api.clone());
+    api.lose_replies(1);
+    api.stay_in_progress(4);
+    session.make(api.clone(), spawn(2), Makes::Sandboxes, false).await.unwrap();
+    assert_eq!(api.sandboxes().len(), 2);
+    // The removals get lost, too.
+    api.lose_replies(3);
+    assert_eq!(session.end().await, Ended { sandboxes: 2, snapshots: 0, failed: 0 });
+    assert!(api.sandboxes().is_empty());
 }
 
 #[tokio::test]
