@@ -429,6 +429,43 @@ fn a_key_whose_request_is_under_way_or_was_cut_off_is_not_done_twice() {
 }
 
 #[test]
+fn a_fork_that_was_cut_off_returns_its_children_when_it_is_repeated() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    let source = daemon.spawn("tiny", 1).remove(0);
+    let (path, body) = (route(&source, "fork"), json!({"n": 20}));
+    let others = |daemon: &Daemon| -> BTreeSet<String> {
+        daemon.list().iter().map(id).filter(|other| *other != id(&source)).collect()
+    };
+    let begun = Instant::now();
+    assert_eq!(post(&daemon, &path, "whole", &body).status, 201);
+    let whole = begun.elapsed();
+    let mut found = Vec::new();
+    for round in 0..6u32 {
+        for child in others(&daemon) {
+            daemon.done(204, "DELETE", &format!("/v1/sandboxes/{child}"), None);
+        }
+        let key = format!("cut-{round}");
+        std::thread::scope(|scope| {
+            let asked = scope
+                .spawn(|| try_ask(&daemon, "POST", &path, &[("Idempotency-Key", &key)], &body.to_string()));
+            std::thread::sleep(whole * round / 5);
+            daemon.pull_the_plug();
+            let _ = asked.join();
+        });
+        daemon.restart();
+        let there = others(&daemon).len();
+        let answer = post(&daemon, &path, &key, &body);
+        assert_eq!(answer.status, 201, "{answer:?}");
+        let answered: BTreeSet<String> = ids(&answer.body).into_iter().collect();
+        assert_eq!(answered, others(&daemon), "nothing is there beside what was answered");
+        assert_eq!(answered.len(), if there == 0 { 20 } else { there });
+        found.push(there);
+    }
+    eprintln!("children found after the plug was pulled: {found:?}");
+}
+
+#[test]
 fn a_sandbox_that_was_deleted_does_not_come_back_with_the_next_daemon() {
     let Some(mut daemon) = Daemon::spelling() else { return };
     daemon.snapshot("tiny", "kernel");

@@ -48,8 +48,12 @@ const MAX_BYTES: u64 = 256 << 20;
 /// After this many new bytes the store is pruned at once, before the next regular time.
 const LOOK_AFTER: usize = 64 << 20;
 
-/// The routes whose handlers find the sandboxes that an earlier daemon made for the request.
-const CREATES: [&str; 3] = ["/v1/sandboxes", "/sandboxes", "/v2/sandboxes"];
+/// Whether the handler of a route finds the sandboxes that an earlier daemon made for the request.
+fn finds_earlier(path: &str) -> bool {
+    let forks = |rest: &str| rest.split_once('/').is_some_and(|(_, action)| action == "fork");
+    matches!(path, "/v1/sandboxes" | "/sandboxes" | "/v2/sandboxes")
+        || path.strip_prefix("/v1/sandboxes/").is_some_and(forks)
+}
 
 /// All stored replies, and the requests that are running.
 #[derive(Debug, Clone)]
@@ -189,7 +193,7 @@ async fn answer_once(
         Begun::New => false,
         Begun::Unanswered => true,
     };
-    if before && !CREATES.contains(&parts.uri.path()) {
+    if before && !finds_earlier(parts.uri.path()) {
         let text = "the daemon was stopped while a request with this Idempotency-Key was under way, and its \
                     outcome is not known: look for its result (GET /v1/sandboxes, /v1/snapshots, /v1/workspaces), \
                     then send it again with a new key if it was not done";
@@ -307,6 +311,17 @@ mod tests {
         assert_eq!(kept(400, r#"{"error":"bad"}"#), (Code::InvalidRequest, "bad".into()));
         assert_eq!(kept(422, r#"{"error":"x","code":"later_version"}"#).0, Code::IdempotencyKeyReused);
         assert_eq!(kept(400, "not json").0, Code::InvalidRequest);
+    }
+
+    #[test]
+    fn handlers_that_make_children_find_those_of_an_earlier_daemon() {
+        for path in ["/v1/sandboxes", "/v2/sandboxes", "/v1/sandboxes/sb1/fork"] {
+            assert!(finds_earlier(path), "{path}");
+        }
+        for path in ["/v1/sandboxes/sb1/branch", "/v1/sandboxes/fork", "/sandboxes/sb1/fork", "/v1/snapshots"]
+        {
+            assert!(!finds_earlier(path), "{path}");
+        }
     }
 
     #[test]
