@@ -100,10 +100,10 @@ pub(crate) enum DesiredState {
 
 /// A sandbox.
 ///
-/// Lock order, first to last: `suspends`, `exclusive`, `disks.generation` (all held across awaits), then the record of
-/// `persisted`, `phase`, and the runtime information of `persisted`. `phase` is locked while the event of its change is
-/// emitted, which reads the runtime information. `resources` and `supervisor.taken` are leaves: no other lock is taken
-/// while one of them is held.
+/// Lock order, first to last: `suspends`, a place in `disks.queue`, `exclusive`, `disks.generation` (all held across
+/// awaits), then the record of `persisted`, `phase`, and the runtime information of `persisted`. `phase` is locked while
+/// the event of its change is emitted, which reads the runtime information. `resources`, `pauses` and
+/// `supervisor.taken` are leaves: no other lock is taken while one of them is held.
 #[derive(Debug)]
 pub(crate) struct Sandbox {
     pub(crate) id: String,

@@ -1,22 +1,31 @@
 //! The states of a sandbox ([`Phase`]): the one place where they change, and where each change becomes an event.
 //!
 //! ```text
-//!              boot, fork or rollback succeeds        no answer for `unresponsive_after`
-//!   Starting ────────────────────────────► Running ◄──────────────────────────────► Unresponsive
-//!      │                                    │   ▲       the agent answers again           │
-//!      │                               pause│   │resume, a use if `auto_paused`,           │pause
-//!      │                          disk full │   │room on the disk again                    │
-//!      │                                    ▼   │                                          │
-//!      │                                    Paused ◄───────────────────────────────────────┘
-//!      ▼                                      ▼
-//!    Ended(reason) ◄──────────────────────────┘   from every state
+//!            boot, fork or rollback                agent silent too long
+//!   Starting ───────────────────────► Running ──────────────────────────► Unresponsive
+//!      │                               ▲  │   ◄─────────────────────────      │
+//!      │                        resume │  │ pause    agent answers again,     │ pause
+//!      │    adopted while paused       │  ▼          or resume                │
+//!      ├─────────────────────────────► Paused ◄───────────────────────────────┘
+//!      ▼
+//!   Ended(reason) ◄── from every state
 //!
-//!   Unknown: the daemon cannot read the record of the sandbox; it can only be deleted.
+//!   Unknown ──► Ended
 //! ```
 //!
-//! The supervisor makes every change but two: a command moves a sandbox between running and paused, and the watchdog
-//! between running and unresponsive. Requests never change the state. They set what is desired
-//! ([`DesiredState`](crate::sandbox::DesiredState)), and the supervisor acts on it.
+//! - *pause*: a client, a time-out or a suspend asks for it, or the host's disk is full.
+//! - *resume*: a client asks for it, the disk has room again, or a client uses a sandbox that an idle time-out paused.
+//! - *Unknown*: a daemon that starts cannot read the record of the sandbox. A client can only delete it.
+//!
+//! | code | changes |
+//! |---|---|
+//! | the supervisor | `Starting` to `Running` or `Paused`, any to `Ended`; to `Paused` when the disk is full |
+//! | a command, and [`quiesce`](crate::sandbox::quiesce) | pause, resume |
+//! | the watchdog | `Running` and `Unresponsive` |
+//! | adoption, and `unknown` | to `Unknown`; to `Ended` if the process is gone, or an unknown sandbox is deleted |
+//!
+//! [`Phase::may_become`] has the arrows; no other change is made. Requests never change the state. They set what is
+//! desired ([`DesiredState`](crate::sandbox::DesiredState)), and the supervisor acts on it.
 //!
 //! [`forkd_api::SandboxInfo::reason`] lists the reasons of an end. One more, `rolled_back`, is the end of a process and
 //! not of its sandbox, which continues as another process: no client gets it.
@@ -30,6 +39,19 @@ use forkd_api::{EventKind, EventSubject};
 use crate::sandbox::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::{Phase, ROLLED_BACK, Sandbox};
 use crate::util::time;
+
+impl Phase {
+    /// The arrows of the diagram, and a pause or a resume that is repeated.
+    fn may_become(&self, next: &Phase) -> bool {
+        use Phase::{Ended, Paused, Running, Starting, Unknown, Unresponsive};
+        matches!(
+            (self, next),
+            (Starting, Running | Paused | Unknown(_))
+                | (Running | Unresponsive | Paused, Running | Unresponsive | Paused)
+                | (Starting | Running | Unresponsive | Paused | Unknown(_), Ended(_))
+        ) && !matches!((self, next), (Paused, Unresponsive))
+    }
+}
 
 impl Sandbox {
     /// Changes the phase and emits the event of that change.
@@ -67,6 +89,10 @@ impl Sandbox {
     fn transition(&self, next: impl FnOnce(&Phase) -> Option<(Phase, Option<EventKind>)>) -> bool {
         self.phase.send_if_modified(|phase| {
             let Some((new, kind)) = next(phase) else { return false };
+            if !phase.may_become(&new) {
+                tracing::warn!(sandbox = self.id, from = ?phase, to = ?new, "state not changed: no such change exists");
+                return false;
+            }
             *phase = new;
             // While the phase is locked: events come in the order of the changes.
             if let Some(kind) = kind {

@@ -43,6 +43,31 @@ async fn each_transition_of_a_sandbox_emits_the_event_it_is() {
 }
 
 #[tokio::test]
+async fn an_ended_sandbox_stays_ended_and_an_unknown_one_can_only_end() {
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    for (from, to) in [
+        (ended("panicked"), Phase::Running),
+        (ended("panicked"), Phase::Paused),
+        (ended("panicked"), ended("failed")),
+        (Phase::Unknown("damaged".into()), Phase::Running),
+        (Phase::Running, Phase::Starting),
+        (Phase::Running, Phase::Unknown("damaged".into())),
+        (Phase::Paused, Phase::Unresponsive),
+    ] {
+        let sandbox = sandbox(&daemon);
+        sandbox.phase.send_replace(from.clone());
+        sandbox.set_phase(to.clone());
+        assert_eq!(format!("{:?}", sandbox.phase()), format!("{from:?}"), "{to:?}");
+    }
+    assert!(daemon.sandbox_events().is_empty());
+    let unknown = sandbox(&daemon);
+    unknown.set_phase(Phase::Unknown("damaged".into()));
+    unknown.set_phase(ended("deleted"));
+    assert!(matches!(unknown.phase(), Phase::Ended(_)));
+}
+
+#[tokio::test]
 async fn an_agents_silence_matters_to_a_sandbox_that_runs_and_to_no_other() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
