@@ -95,3 +95,29 @@ impl From<ReadFileWritten> for FileWritten {
         FileWritten::new(read.path, read.size, read.atomic.unwrap_or(read.whole))
     }
 }
+
+/// A folder to create.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct MkdirRequest {
+    /// Absolute path in the guest. Missing parent folders are created, too.
+    pub path: String,
+    /// User who creates and owns the folder; the image's default when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+}
+
+/// A file or a folder to move.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct MoveRequest {
+    /// Absolute path in the guest.
+    pub from: String,
+    /// Absolute path in the guest. Missing parent folders are created; an existing file is replaced.
+    pub to: String,
+    /// User whose permissions apply; the image's default when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+}

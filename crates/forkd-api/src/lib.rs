@@ -29,7 +29,7 @@ pub use daemon::{Health, VersionInfo};
 pub use error::ErrorBody;
 pub use event::{Event, EventKind, EventSubject};
 pub use exec::{EvalReply, EvalRequest, ExecReply, ExecRequest};
-pub use file::{FileInfo, FileKind, FileList, FileWritten};
+pub use file::{FileInfo, FileKind, FileList, FileWritten, MkdirRequest, MoveRequest};
 pub use file_tree::{FileTree, FileTreeEntry, Incomplete};
 pub use sandbox::{
     AgentPort, ArchivedSandbox, CreateRequest, ForkRequest, MAX_TIMEOUT_SECS, OnTimeout, PauseInfo,

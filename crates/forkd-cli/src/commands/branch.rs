@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
-use forkd_api::{Code, Progress as SaveProgress, SnapshotKind, SnapshotStatus};
+use forkd_api::{BranchRequest, Code, Progress as SaveProgress, SnapshotKind, SnapshotStatus};
 use hyper::Method;
 use serde_json::{Value, json};
 
@@ -25,17 +25,13 @@ pub(crate) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
         )
         .into());
     }
-    let wanted = BranchRequest {
-        id: &args.sandbox.id,
-        tag: args.tag.as_deref(),
-        mode: args.mode,
-        wait: !args.no_wait,
-    };
+    let wanted =
+        WantedBranch { id: &args.sandbox.id, tag: args.tag.as_deref(), mode: args.mode, wait: !args.no_wait };
     keep(context, &wanted, &args.answer)
 }
 
 /// Takes a branch and prints it.
-pub(super) fn keep(context: &Context, wanted: &BranchRequest<'_>, output: &AnswerArgs) -> Result<u8> {
+pub(super) fn keep(context: &Context, wanted: &WantedBranch<'_>, output: &AnswerArgs) -> Result<u8> {
     with_daemon(context, &output.daemon, async |daemon| {
         let mut signals = Forwarded::listen()?;
         let answer = tokio::select! {
@@ -56,7 +52,7 @@ pub(super) fn keep(context: &Context, wanted: &BranchRequest<'_>, output: &Answe
 
 /// A branch to take.
 #[derive(Debug)]
-pub(super) struct BranchRequest<'a> {
+pub(super) struct WantedBranch<'a> {
     /// The sandbox.
     pub(super) id: &'a str,
     /// The branch's tag; the daemon generates one if it is absent.
@@ -66,22 +62,20 @@ pub(super) struct BranchRequest<'a> {
     pub(super) wait: bool,
 }
 
-impl BranchRequest<'_> {
+impl WantedBranch<'_> {
     fn request(&self) -> Value {
-        let mut body = json!({ "mode": self.mode.name() });
-        if let Some(tag) = self.tag {
-            body["tag"] = json!(tag);
-        }
-        if self.mode == BranchMode::Live {
+        json!(BranchRequest {
+            tag: self.tag.map(str::to_owned),
+            mode: Some(self.mode.name().into()),
             // The daemon replies when the sandbox runs again; the progress of the save is polled.
-            body["wait"] = json!(false);
-        }
-        body
+            wait: (self.mode == BranchMode::Live).then_some(false),
+            ..BranchRequest::default()
+        })
     }
 }
 
 /// Takes a branch, and waits until it is on disk if wanted. Returns the daemon's reply.
-pub(super) async fn take(daemon: &Daemon, wanted: &BranchRequest<'_>, ui: Ui) -> Result<Value> {
+pub(super) async fn take(daemon: &Daemon, wanted: &WantedBranch<'_>, ui: Ui) -> Result<Value> {
     let progress = ui.spinner(format!("branching {}", wanted.id));
     let path = format!("{}/branch", types::sandbox_path(wanted.id));
     let body = wanted.request();
@@ -204,7 +198,7 @@ written  3.0 MiB in 1.20 s";
 
     #[test]
     fn only_a_live_branch_is_not_waited_for_by_the_daemon() {
-        let wanted = |mode, tag| BranchRequest { id: "sb1", tag, mode, wait: true }.request();
+        let wanted = |mode, tag| WantedBranch { id: "sb1", tag, mode, wait: true }.request();
         assert_eq!(wanted(BranchMode::Live, None), json!({ "mode": "live", "wait": false }));
         assert_eq!(wanted(BranchMode::Full, Some("t")), json!({ "mode": "full", "tag": "t" }));
     }

@@ -1,14 +1,15 @@
 //! `forkd snapshot`: requests a snapshot, shows its progress, and cancels it on ^C.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use hyper::Method;
 use serde_json::{Value, json};
 
-use super::branch::{self, BranchRequest};
+use super::branch::{self, WantedBranch};
 use super::{Context, WrongUsage, prepare_image, with_daemon};
-use forkd_api::{Code, SnapshotStatus};
+use forkd_api::{Code, SnapshotRequest, SnapshotStatus};
 
 use crate::args::{AnswerArgs, BranchMode, SnapshotArgs};
 use crate::client::types::{self, Snapshot};
@@ -34,7 +35,7 @@ pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
             )
             .into());
         }
-        let wanted = BranchRequest { id, tag: Some(&args.tag), mode, wait: !args.no_wait };
+        let wanted = WantedBranch { id, tag: Some(&args.tag), mode, wait: !args.no_wait };
         return branch::keep(context, &wanted, &args.answer);
     }
     warm(context, args.image.as_deref(), &args.tag, &request(args)?, &args.answer)
@@ -65,31 +66,26 @@ pub(super) fn warm(
 
 /// The request's body; the daemon chooses a default for each absent field.
 fn request(args: &SnapshotArgs) -> Result<Value> {
-    let mut body = json!({
-        "tag": args.tag,
-        "vcpus": args.guest.vcpus,
-        "mem_size_mib": args.guest.mem_size_mib,
-    });
-    if let Some(image) = &args.image {
-        body["image"] = json!(image);
-    }
-    for (name, file) in [("rootfs", &args.rootfs), ("kernel", &args.kernel)] {
-        if let Some(file) = file {
-            // The daemon has another working directory.
-            let path = std::path::absolute(file).with_context(|| format!("--{name}"))?;
-            body[name] = json!(path.to_str().with_context(|| format!("--{name}: the path is not text"))?);
-        }
-    }
-    if let Some(line) = &args.warm {
-        body["warm_command"] = json!(["sh", "-c", line]);
-    }
-    if let Some(code) = &args.warm_python {
-        body["warm_python"] = json!(code);
-    }
-    if args.guest.no_network {
-        body["network"] = json!(false);
-    }
-    Ok(body)
+    // The daemon has another working directory.
+    let absolute = |name: &str, file: &Option<PathBuf>| {
+        let Some(file) = file else { return Ok(None) };
+        let path = std::path::absolute(file).with_context(|| format!("--{name}"))?;
+        Ok::<_, anyhow::Error>(Some(
+            path.to_str().with_context(|| format!("--{name}: the path is not text"))?.into(),
+        ))
+    };
+    Ok(json!(SnapshotRequest {
+        tag: args.tag.clone(),
+        image: args.image.clone(),
+        rootfs: absolute("rootfs", &args.rootfs)?,
+        kernel: absolute("kernel", &args.kernel)?,
+        vcpus: Some(args.guest.vcpus),
+        mem_size_mib: Some(args.guest.mem_size_mib),
+        warm_command: args.warm.iter().flat_map(|line| ["sh".into(), "-c".into(), line.clone()]).collect(),
+        warm_python: args.warm_python.clone(),
+        network: args.guest.no_network.then_some(false),
+        ..SnapshotRequest::default()
+    }))
 }
 
 /// The result of a request for a snapshot.

@@ -8,7 +8,7 @@ use forkd_api::{Code, ExecReply, ExecRequest};
 use hyper::Method;
 use serde_json::{Value, json};
 
-use super::branch::{self, BranchRequest};
+use super::branch::{self, WantedBranch};
 use super::{Context, exec, fork, sandboxes, with_daemon};
 use crate::args::{BranchMode, SnapshotDiffArgs};
 use crate::client::types::{self, Spawned};
@@ -95,7 +95,7 @@ async fn change_and_keep(daemon: &Daemon, id: &str, args: &SnapshotDiffArgs, ui:
     if reply.exit_code != 0 {
         bail!("the command ended with status {}: snapshot {} was not created", reply.exit_code, args.tag);
     }
-    branch::take(daemon, &BranchRequest { id, tag: Some(&args.tag), mode: BranchMode::Diff, wait: true }, ui)
+    branch::take(daemon, &WantedBranch { id, tag: Some(&args.tag), mode: BranchMode::Diff, wait: true }, ui)
         .await
 }
 

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use bytes::Bytes;
-use forkd_api::{Code, FileInfo, FileKind, FileList, FileTree};
+use forkd_api::{Code, FileInfo, FileKind, FileList, FileTree, MkdirRequest};
 use futures_util::StreamExt;
 use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::Method;
@@ -63,10 +63,7 @@ impl<'d> Remote<'d> {
     /// Creates a folder, unless it exists.
     pub(crate) async fn make_folder(&self, path: &str) -> Result<()> {
         let route = format!("{}/mkdir", self.files);
-        let mut request = json!({ "path": path });
-        if let Some(user) = &self.user {
-            request["user"] = json!(user);
-        }
+        let request = json!(MkdirRequest { path: path.into(), user: self.user.clone() });
         match self.daemon.ask(Method::POST, &route, Some(&request)).await {
             Err(error) if Refused::is(&error, Code::GuestConflict) && self.is_folder(path).await? => Ok(()),
             other => other.map(drop),

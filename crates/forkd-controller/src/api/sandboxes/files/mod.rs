@@ -13,13 +13,13 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use forkd_api::{ErrorBody, FileInfo, FileKind, FileList, FileWritten};
+use forkd_api::{ErrorBody, FileInfo, FileKind, FileList, FileWritten, MkdirRequest, MoveRequest};
 use forkd_protocol::agent::EntryInfo;
 use futures_util::StreamExt;
 use http_body_util::BodyExt;
 use serde::Deserialize;
 use tokio::sync::mpsc;
-use utoipa::{IntoParams, ToSchema};
+use utoipa::IntoParams;
 
 use crate::agent::{Download, Upload};
 use crate::api::extract::{Body, Id, Params};
@@ -87,28 +87,6 @@ pub(crate) struct ListTarget {
     user: Option<String>,
     /// Number of levels, 1 to 64; 1 when absent.
     depth: Option<u32>,
-}
-
-/// A folder to create.
-#[derive(Debug, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct MkdirRequest {
-    /// Absolute path in the guest. Missing parent folders are created, too.
-    path: String,
-    /// User who creates and owns the folder; the image's default when absent.
-    user: Option<String>,
-}
-
-/// A file or a folder to move.
-#[derive(Debug, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct MoveRequest {
-    /// Absolute path in the guest.
-    from: String,
-    /// Absolute path in the guest. Missing parent folders are created; an existing file is replaced.
-    to: String,
-    /// User whose permissions apply; the image's default when absent.
-    user: Option<String>,
 }
 
 /// Reads a file.
