@@ -1,5 +1,6 @@
 //! The daemon's start, its listeners and connections, and its orderly stop.
 
+mod background;
 pub(crate) mod bad_request_body;
 pub(crate) mod lock;
 pub(crate) mod reload;
@@ -23,6 +24,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tower::ServiceExt;
@@ -42,11 +44,8 @@ use crate::daemon::stall_timeout::{ClientStream, StallTimeout};
 use crate::daemon::tls::Tls;
 use crate::error::{Error, Result};
 use crate::host::{Host, fd_limit, oom, run_dir, unix_socket};
-use crate::lifecycle::disk_full;
-use crate::lifecycle::timeouts::Timeouts;
 use crate::sandbox::adopt;
 use crate::sandbox::registry::Registry;
-use crate::snapshot::gc;
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::telemetry::Telemetry;
 use crate::util::fs::make_private_dir;
@@ -79,8 +78,8 @@ pub struct Ready {
     pub token_file: PathBuf,
 }
 
-/// Runs a daemon until SIGTERM or SIGINT. Calls `ready` when clients can connect. On return, booted sandboxes have
-/// ended; templates and their children keep running for the next daemon.
+/// Runs a daemon until SIGTERM or SIGINT. Calls `ready` when clients can connect. On return, sandboxes that are bound to
+/// a connection have ended; all others, and the templates, keep running for the next daemon.
 pub async fn serve(config: Config, ready: impl FnOnce(&Ready)) -> Result<()> {
     let caught = |error| Error::host("cannot catch signals", error);
     let mut terminate = signal(SignalKind::terminate()).map_err(caught)?;
@@ -94,7 +93,7 @@ pub async fn serve(config: Config, ready: impl FnOnce(&Ready)) -> Result<()> {
     serve_until(config, ready, stop).await
 }
 
-/// Runs a daemon until `asked` returns. See [`serve`].
+/// Runs a daemon until `stop` returns. See [`serve`].
 pub async fn serve_until(
     mut config: Config,
     ready: impl FnOnce(&Ready),
@@ -139,23 +138,7 @@ pub async fn serve_until(
     let (database, tokens) = opened.await?;
     let telemetry = Telemetry::open(&config)?;
     let host = Host::new(config.clone(), database, telemetry.clone());
-    let (snapshots, leftovers) = SnapshotRegistry::open(host.clone()).await?;
-    let registry = Registry::new(host.clone())?;
-    let taken_over = async {
-        adopt::adopt(&registry, leftovers).await?;
-        let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await?;
-        suspend::undo_unfinished(&registry, &snapshots, |name| workspaces.is_broken(name)).await;
-        Ok(workspaces)
-    };
-    let workspaces = match taken_over.await {
-        Ok(workspaces) => workspaces,
-        Err(error) => {
-            // The next daemon adopts the sandboxes and templates, once its start succeeds.
-            registry.close().await;
-            snapshots.close().await;
-            return Err(error);
-        }
-    };
+    let (registry, snapshots, workspaces) = take_over(&host).await?;
     let lines = Ports::new(registry.clone());
     lines.reopen();
     let app = ApiContext {
@@ -171,45 +154,7 @@ pub async fn serve_until(
         sessions: task::tracker(),
         mcp: HttpServer::new(HttpOptions::default(), stopping.clone()),
     };
-    let (users, kept) = (app.registry.clone(), app.workspaces.clone());
-    // An old branch stays as long as a workspace or a sandbox needs it.
-    let needed = move || {
-        let mut needed = kept.tags()?;
-        for sandbox in users.list() {
-            needed.extend(sandbox.spec.snapshot_tag.clone());
-            needed.extend(sandbox.runtime().saved.history.rolled_back_to);
-        }
-        Ok(needed)
-    };
-    let snapshots = app.snapshots.clone();
-    task::keep_running(Task::SnapshotGc, move || gc::enforce_limits(snapshots.clone(), needed.clone()));
-    let snapshots = app.snapshots.clone();
-    task::keep_running(Task::Unload, move || gc::unload_unused(snapshots.clone()));
-    let (waiting, until) = (app.registry.clone(), stopping.clone());
-    task::keep_running(Task::DiskSpace, move || disk_full::resume_waiting(waiting.clone(), until.clone()));
-    let timeouts = Timeouts {
-        registry: app.registry.clone(),
-        snapshots: app.snapshots.clone(),
-        workspaces: app.workspaces.clone(),
-        tokens: tokens.clone(),
-    };
-    let (archive, answers) = (app.registry.archive.clone(), app.answers.clone());
-    let until = stopping.clone();
-    task::keep_running(Task::TimeoutLoop, move || {
-        let (archive, answers) = (archive.clone(), answers.clone());
-        timeouts.clone().enforce(until.clone(), async move || {
-            for pruned in [archive.prune().await, answers.prune().await] {
-                if let Err(error) = pruned {
-                    tracing::warn!(%error, "expired records not pruned");
-                }
-            }
-        })
-    });
-    let (mcp, until) = (app.mcp.clone(), stopping.clone());
-    let mcp_sessions = task::keep_running(Task::McpSessions, move || {
-        let (mcp, until) = (mcp.clone(), until.clone());
-        async move { mcp.end_unused(until).await }
-    });
+    let mcp_sessions = background::start(&app, &stopping);
     let connections = Connections {
         stopping: stopping.clone(),
         count: task::tracker(),
@@ -239,8 +184,45 @@ pub async fn serve_until(
         () = stop => None,
         error = failed.next() => Some(error),
     };
-    tracing::info!("stopping");
     stopping.cancel();
+    close(&app, &host, &config, &connections, mcp_sessions).await;
+    fresh.abort();
+    telemetry.close().await;
+    run_dir::close(&config.data_dir, &config.run_dir);
+    tracing::info!("stopped");
+    failure.map_or(Ok(()), Err)
+}
+
+/// Takes over the snapshots, templates, sandboxes and workspaces that an earlier daemon left.
+async fn take_over(host: &Arc<Host>) -> Result<(Arc<Registry>, Arc<SnapshotRegistry>, Arc<Workspaces>)> {
+    let (snapshots, leftovers) = SnapshotRegistry::open(host.clone()).await?;
+    let registry = Registry::new(host.clone())?;
+    let taken_over = async {
+        adopt::adopt(&registry, leftovers).await?;
+        let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await?;
+        suspend::undo_unfinished(&registry, &snapshots, |name| workspaces.is_broken(name)).await;
+        Ok(workspaces)
+    };
+    match taken_over.await {
+        Ok(workspaces) => Ok((registry, snapshots, workspaces)),
+        Err(error) => {
+            // The next daemon adopts the sandboxes and templates, once its start succeeds.
+            registry.close().await;
+            snapshots.close().await;
+            Err(error)
+        }
+    }
+}
+
+/// Waits for the requests that run, then ends the sandboxes that no daemon takes over, and the network slots.
+async fn close(
+    app: &ApiContext,
+    host: &Arc<Host>,
+    config: &Config,
+    connections: &Connections,
+    mcp_sessions: JoinHandle<()>,
+) {
+    tracing::info!("stopping");
     let drained = async {
         connections.count.wait().await;
         app.sessions.wait().await;
@@ -261,11 +243,6 @@ pub async fn serve_until(
     }
     // Clients that waited for a sandbox have an error now: leave time to send it.
     let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.wait()).await;
-    fresh.abort();
-    telemetry.close().await;
-    run_dir::close(&config.data_dir, &config.run_dir);
-    tracing::info!("stopped");
-    failure.map_or(Ok(()), Err)
 }
 
 fn check(config: &Config) -> Result<()> {
