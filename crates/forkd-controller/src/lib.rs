@@ -12,9 +12,9 @@
 //! | [`config`](Config), `error` | the daemon's settings; errors with their codes |
 //! | `daemon` | start, stop, listeners, TLS, reload |
 //! | `api` | HTTP only: routes, middleware, the OpenAPI document |
-//! | `compat` | wire protocols of other systems: the JSON-lines protocol of the reference's agent; the E2B API |
+//! | `compat` | wire protocols of other systems: the JSON-lines protocol of the reference's agent; the E2B API; MCP |
 //! | `exec` | commands in a sandbox: run, eval, streams |
-//! | `lifecycle` | what happens without a request: time-outs, suspends, a full disk |
+//! | `lifecycle` | what happens without a request: time-outs, a full disk |
 //! | `workspace` | sandboxes with a name that outlive a reboot |
 //! | `branch` | forking a template off a running sandbox, and suspending one |
 //! | `sandbox` | one sandbox and all sandboxes: state, supervisor, spawn, rollback, adoption |

@@ -81,7 +81,7 @@ impl Ports {
         let serving = self.clone().serve(sandbox.id.clone(), listener);
         let (ports, id) = (self.clone(), sandbox.id.clone());
         // It can be opened again.
-        let server = task::spawn_or(Task::LinePort, serving, move |_| drop(ports.open.lock().remove(&id)));
+        let server = task::spawn_or(Task::AgentPort, serving, move |_| drop(ports.open.lock().remove(&id)));
         let server = server.abort_handle();
         open.insert(sandbox.id.clone(), Port { address, server });
         sandbox.update_history(|history| history.line_port = Some(address.port()));
@@ -117,7 +117,7 @@ impl Ports {
                 Ok((stream, from)) => {
                     let (ports, room) = (self.clone(), room.clone());
                     let talk = async move { ports.talk(&sandbox, stream, from, unknown, &room).await };
-                    task::spawn(Task::LineConnection, talk);
+                    task::spawn(Task::JsonLinesConnection, talk);
                 }
                 Err(error) => {
                     tracing::warn!(%error, "JSON-lines connection not accepted");

@@ -55,6 +55,7 @@ macro_rules! tasks {
 tasks! {
     Accept "accept",
     AgentConnection "agent_connection",
+    AgentPort "agent_port",
     Answer "answer",
     Archive "archive",
     AuditLine "audit_line",
@@ -70,8 +71,7 @@ tasks! {
     Download "download",
     Fork "fork",
     Freeze "freeze",
-    LineConnection "line_connection",
-    LinePort "line_port",
+    JsonLinesConnection "json_lines_connection",
     LoadTemplate "load_template",
     McpSessions "mcp_sessions",
     Owners "owners",
