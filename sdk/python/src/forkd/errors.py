@@ -7,7 +7,7 @@ the wording. `status` and `request_id` belong to the reply of the daemon, if the
 from __future__ import annotations
 
 import builtins
-from typing import Any, Dict, List, Optional, Type
+from typing import Any, Dict, List, Optional, Tuple, Type
 
 
 class ForkdError(RuntimeError):
@@ -32,6 +32,18 @@ class ForkdError(RuntimeError):
 
 
 class InvalidRequestError(ForkdError, ValueError):
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """As `pickle` and `copy` make it again, without the arguments of the constructor, which differ."""
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(cls: Type[ForkdError], args: Tuple[Any, ...]) -> ForkdError:
+    """An error of this class; its fields follow."""
+    # The built-in errors of the operating system are objects of another size.
+    error = OSError.__new__(cls, *args) if issubclass(cls, OSError) else cls.__new__(cls, *args)
+    error.args = args
+    return error
+
     """A field, a parameter or the body of the request is wrong. The same request fails again."""
 
 
