@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -107,11 +108,6 @@ def test_no_daemon_at_a_unix_socket(tmp_path):
         Client("unix://%s/forkd.sock" % tmp_path).health()
 
 
-def test_an_address_of_another_kind_is_refused():
-    with pytest.raises(forkd.InvalidRequestError, match="FORKD_URL"):
-        Client("localhost:8889")
-
-
 def test_a_wrong_token_names_the_variable(server):
     misbehave(server, lambda request, connection: connection.reply(401, dict(ERROR, code="unauthorized")))
     error = both(server, lambda client: client.get_tree())
@@ -212,3 +208,37 @@ def test_wait_for_daemon_ends(server):
     server.stop()
     with pytest.raises(forkd.DaemonUnreachableError):
         Client(server.url).wait_for_daemon(0.3)
+
+
+@pytest.mark.parametrize("url, why", [
+    ("localhost:8889", ""), ("http://host:x", "port"), ("http://[::1", "IPv6"), ("http://", ""), ("http://host:99999", "range"),
+    ("http://ho\x01st", "character"), ("unix://", "")])
+def test_an_address_that_is_none_is_refused_with_the_reason(url, why, monkeypatch):
+    monkeypatch.setenv("FORKD_URL", url)
+    for kind in (Client, AsyncClient):
+        with pytest.raises(forkd.InvalidRequestError, match="give http://HOST:PORT") as refused:
+            kind()
+        assert why in refused.value.message
+
+
+def test_the_newline_behind_a_token_is_dropped(server, monkeypatch):
+    monkeypatch.setenv("FORKD_TOKEN", "  secret\n")
+    monkeypatch.setenv("FORKD_URL", server.url + "\n")
+    server.alive.add("sb1")
+    Client().get_sandbox("sb1")
+    assert server.requests[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("token", ["sec\nret", "sécret", "sec ret", "secret\x7f"])
+def test_a_token_that_cannot_be_one_is_refused_and_not_shown(server, token):
+    for kind in (Client, AsyncClient):
+        with pytest.raises(forkd.InvalidRequestError, match="forkd token print") as refused:
+            kind(server.url, token)
+        shown = "".join(traceback.format_exception(type(refused.value), refused.value, None))
+        assert "ret" not in shown
+
+
+def test_a_client_without_time_is_refused():
+    for kind in (Client, AsyncClient):
+        with pytest.raises(forkd.InvalidRequestError, match="timeout"):
+            kind(timeout=0)

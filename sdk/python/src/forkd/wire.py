@@ -53,16 +53,23 @@ class Address:
     @classmethod
     def find(cls, url: Optional[str], token: Optional[str], timeout: float, cacert: Optional[str]) -> Address:
         """The address of these arguments, else of `FORKD_URL` and `FORKD_TOKEN`, else this host's daemon."""
-        url = url or os.environ.get("FORKD_URL") or DEFAULT_URL
-        token = token or os.environ.get("FORKD_TOKEN") or None
-        parts = urlsplit(url)
-        if parts.scheme == "unix":
-            return cls(url, token, timeout, cacert, parts.path or parts.netloc)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InvalidRequestError(
-                f"FORKD_URL is {url!r}: give http://HOST:PORT, https://HOST:PORT or unix:///PATH, such as {DEFAULT_URL}"
-            )
-        return cls(url.rstrip("/"), token, timeout, cacert, None)
+        url = (url or os.environ.get("FORKD_URL") or "").strip() or DEFAULT_URL
+        token = checked_token(token or os.environ.get("FORKD_TOKEN") or "")
+        if not timeout > 0:
+            raise InvalidRequestError(f"the client's timeout is {timeout:g}: give the seconds that a call may take, such as 60")
+        cause: Optional[Exception] = None
+        try:
+            parts = urlsplit(url)
+            if parts.scheme == "unix" and (parts.path or parts.netloc):
+                return cls(url, token, timeout, cacert, parts.path or parts.netloc)
+            if parts.scheme in ("http", "https") and httpx.URL(url).host and parts.port != 0:
+                return cls(url.rstrip("/"), token, timeout, cacert, None)
+        except (ValueError, httpx.InvalidURL) as error:
+            cause = error
+        reason = f" ({cause})" if cause else ""
+        raise InvalidRequestError(
+            f"FORKD_URL is {url!r}{reason}: give http://HOST:PORT, https://HOST:PORT or unix:///PATH, such as {DEFAULT_URL}"
+        ) from cause
 
     @property
     def base(self) -> str:
@@ -98,9 +105,17 @@ class Address:
         return httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
 
-def read_timeout(address: Address, call: Call[Any]) -> httpx.Timeout:
-    """How long the daemon may be silent during this call."""
-    return httpx.Timeout(address.timeout, read=address.timeout + call.patience, connect=min(address.timeout, 10.0))
+def checked_token(token: str) -> Optional[str]:
+    """The token without the white space around it, such as the newline of the file that it was in; None if there is none."""
+    token = token.strip()
+    bad = next((i for i, character in enumerate(token) if not "!" <= character <= "~"), None)
+    if bad is not None:
+        # The text is for logs, so it does not have the token.
+        raise InvalidRequestError(
+            f"character {bad + 1} of the token is no visible ASCII character: is FORKD_TOKEN, or Client(token=…), what"
+            " `forkd token print` prints?"
+        )
+    return token or None
 
 
 class Attempts:
