@@ -9,7 +9,7 @@ import traceback
 import pytest
 
 import forkd
-from forkd import AsyncClient, Client, Sandbox
+from forkd import AsyncClient, AsyncSandbox, Client, Sandbox
 
 ERROR = {"error": "why, and what to do", "request_id": "r1"}
 
@@ -242,3 +242,34 @@ def test_a_client_without_time_is_refused():
     for kind in (Client, AsyncClient):
         with pytest.raises(forkd.InvalidRequestError, match="timeout"):
             kind(timeout=0)
+
+
+@pytest.mark.parametrize("what", ["fork", "create"])
+def test_a_fork_that_stalls_takes_some_times_the_timeout_of_the_client(server, what, monkeypatch):
+    """The daemon says nothing to the first request, and to a later one that it still works."""
+    monkeypatch.setattr("forkd.steps.CLEAN_UP_SECONDS", 0.5)
+    monkeypatch.setattr("forkd.steps.DOUBTFUL_SECONDS", 0.5)
+    server.alive.add("sb1")
+
+    def script(request, connection):
+        if request.method != "POST":
+            return False
+        if len([r for r in server.requests if r.key == request.key]) == 1:
+            server.stopped.wait()
+        connection.reply(409, dict(ERROR, code="idempotency_in_progress"))
+        return True
+
+    def use(client):
+        if what == "create":
+            kind = Sandbox if isinstance(client, Client) else AsyncSandbox
+            return kind.create("parent", client=client)
+        if isinstance(client, Client):
+            return Sandbox.connect("sb1", client=client).fork(2)
+        return fork(client)
+
+    async def fork(client):
+        await (await AsyncSandbox.connect("sb1", client=client)).fork(2)
+
+    server.script = script
+    error = both(server, use, timeout=0.2)
+    assert isinstance(error, forkd.TimeoutError) and "longer timeout" in error.message

@@ -311,7 +311,7 @@ def test_a_lost_reply_of_a_create_is_asked_for_again(server, client):
 
 
 def test_a_create_that_times_out_leaves_nothing(server, monkeypatch):
-    monkeypatch.setattr("forkd.routes.LONG", 0.0)
+    monkeypatch.setattr("forkd.routes.LONG", 1.0)
     server.delay = 1.0
     with pytest.raises(forkd.TimeoutError):
         Sandbox.create("parent", client=Client(server.url, timeout=0.3))
@@ -439,3 +439,102 @@ def test_at_most_so_many_run_at_the_same_time(server, client):
     assert len(server.alive) == 7
     with pytest.raises(forkd.InvalidRequestError):
         box.try_each([work], parallel=0)
+
+
+def forks(server, asynchronous, timeout=1.0):
+    """Forks two children of `sb-source`, as a call that a test may do; the client's timeout is `timeout`."""
+    server.alive.add("source")
+    if not asynchronous:
+        client = Client(server.url, timeout=timeout)
+        return [child.id for child in Sandbox.connect("source", client=client).fork(2)]
+
+    async def main():
+        async with AsyncClient(server.url, timeout=timeout) as client:
+            return [child.id for child in await (await AsyncSandbox.connect("source", client=client)).fork(2)]
+
+    return asyncio.run(main())
+
+
+def first_fork_breaks(server, then=lambda: None):
+    """The connection of the first fork breaks while the daemon works on it."""
+    broken = []
+
+    def script(request, connection):
+        if not request.path.endswith("/fork") or broken:
+            return False
+        broken.append(request.key)
+        threading.Thread(target=server.answer, args=(request, Unsent()), daemon=True).start()
+        until(lambda: server.busy)
+        connection.reset()
+        then()
+        return True
+
+    server.script = script
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_fork_whose_connection_breaks_while_the_daemon_works_has_its_children(server, asynchronous):
+    server.delay = 1.5
+    first_fork_breaks(server)
+    children = forks(server, asynchronous)
+    assert len(children) == 2 == server.made and server.alive == {"source", *children}
+    assert len({request.key for request in server.requests if request.path.endswith("/fork")}) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_fork_that_is_under_way_for_too_long_is_undone(server, asynchronous, monkeypatch):
+    monkeypatch.setattr("forkd.routes.LONG", 1.0)
+    server.delay = 2.0
+    first_fork_breaks(server)
+    with pytest.raises(forkd.TimeoutError, match="still works on it"):
+        forks(server, asynchronous, timeout=0.5)
+    assert server.made == 2 and server.alive == {"source"}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("answers", [None, "shutting_down"])
+def test_a_fork_of_a_daemon_that_restarts_leaves_nothing(server, asynchronous, answers):
+    """The daemon has forked, and then refuses connections, or requests, for longer than the call is sent again."""
+    refused = []
+
+    def script(request, connection):
+        if request.path.endswith("/fork") and not refused:
+            refused.append(request)
+            server.answer(request, Unsent())
+            if answers is None:
+                server.pause()
+                threading.Timer(2.0, server.go_on).start()
+            connection.reset()
+        elif answers is not None and len(refused) < 8 and request.path != "/v1/sandboxes/source":
+            refused.append(request)
+            connection.reply(503, {"error": "it stops", "code": answers, "request_id": "r"}, [("retry-after", "0")])
+        else:
+            return False
+        return True
+
+    server.script = script
+    with pytest.raises(forkd.DaemonUnreachableError if answers is None else forkd.BusyError):
+        forks(server, asynchronous)
+    assert server.made == 2 and server.alive == {"source"}
+
+
+def test_an_interrupt_while_nothing_listens_ends_the_program_soon(server, monkeypatch):
+    monkeypatch.setattr("forkd.steps.DOUBTFUL_SECONDS", 0.5)
+    client = Client(server.url)
+    server.stop()
+    monkeypatch.setattr(client, "send", interrupt_once(client.send))
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Sandbox.create("parent", client=client)
+    assert time.monotonic() - begun < 30
+
+
+def interrupt_once(send):
+    interrupts = [KeyboardInterrupt()]
+
+    def sending(call):
+        if interrupts:
+            raise interrupts.pop()
+        return send(call)
+
+    return sending

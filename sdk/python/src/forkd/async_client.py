@@ -22,7 +22,7 @@ from .errors import DaemonUnreachableError
 from .models import Event, Health
 from .sockets import open_async_socket
 from .sse import EventLines, Lagged
-from .wire import Address, Attempts, failure_error, read_timeout, reply_error
+from .wire import Address, Attempts, failure_error, reply_error
 
 if TYPE_CHECKING:
     from typing_extensions import Concatenate, ParamSpec
@@ -154,7 +154,7 @@ class AsyncClient:
                     self.address.base + call.target,
                     headers=headers,
                     content=content if content is None or isinstance(content, bytes) else _in_turn(content),
-                    timeout=read_timeout(self.address, call),
+                    timeout=attempts.timeout,
                 )
             except httpx.HTTPError as failure:
                 wait = attempts.after_failure(failure)

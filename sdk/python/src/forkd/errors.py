@@ -26,12 +26,12 @@ class ForkdError(RuntimeError):
         self.code = code
         self.status = status
         self.request_id = request_id
+        # Whether the request may have been done all the same: it was sent, and its reply never came.
+        self.outcome_unknown = False
 
     def __str__(self) -> str:
         return self.message
 
-
-class InvalidRequestError(ForkdError, ValueError):
     def __reduce__(self) -> Tuple[Any, ...]:
         """As `pickle` and `copy` make it again, without the arguments of the constructor, which differ."""
         return _again, (type(self), self.args), self.__dict__
@@ -44,6 +44,8 @@ def _again(cls: Type[ForkdError], args: Tuple[Any, ...]) -> ForkdError:
     error.args = args
     return error
 
+
+class InvalidRequestError(ForkdError, ValueError):
     """A field, a parameter or the body of the request is wrong. The same request fails again."""
 
 

@@ -14,21 +14,47 @@ from typing import Callable, Iterable, Optional, TypeVar
 from . import requests as bodies
 from . import routes
 from .calls import Call, Steps, ask, sleep
-from .errors import ConflictError, DaemonUnreachableError, ForkdError, ForkError, NotFoundError, error_for
-from .errors import StreamBrokenError, TimeoutError
+from .errors import BusyError, ConflictError, DaemonUnreachableError, ForkdError, ForkError, NotFoundError, RateLimitError
+from .errors import StreamBrokenError, TimeoutError, error_for
 from .models import SandboxInfo, SnapshotInfo, SpawnReply
 
-# How long a clean-up may take.
+# How long a clean-up may take: also a daemon that restarts comes back and knows what it made.
 CLEAN_UP_SECONDS = 60.0
+# The same while no daemon answers, if the request may never have reached one, such as after ^C.
+DOUBTFUL_SECONDS = 10.0
+# The longest wait, in seconds, between two attempts of a clean-up.
+LONGEST_PAUSE = 2.0
 OnProgress = Callable[[str], None]
 T = TypeVar("T")
 
 
 def outcome_unknown(error: BaseException) -> bool:
     """Whether the daemon may have done the request all the same."""
-    if isinstance(error, DaemonUnreachableError):
-        return False
-    return not isinstance(error, ForkdError) or error.status is None
+    if not isinstance(error, ForkdError) or error.outcome_unknown:
+        return True
+    return error.status is None and not isinstance(error, DaemonUnreachableError)
+
+
+def says_nothing(error: ForkdError) -> bool:
+    """Whether this answer tells nothing about what became of the request, and a later one may."""
+    no_answer = (StreamBrokenError, TimeoutError, DaemonUnreachableError, BusyError, RateLimitError)
+    return isinstance(error, no_answer) or error.outcome_unknown
+
+
+def insist(call: Call[T], until: float, arrived: bool = True) -> Steps[T]:
+    """Sends a call until the daemon answers, or it is too late. `arrived`: the daemon surely has the call already."""
+    call = dataclasses.replace(call, times=1.0, patience=0.0)
+    doubtful = min(until, time.monotonic() + DOUBTFUL_SECONDS)
+    pause = 0.2
+    while True:
+        try:
+            return (yield from ask(call))
+        except ForkdError as error:
+            arrived = arrived or isinstance(error, TimeoutError)
+            if not says_nothing(error) or time.monotonic() + pause >= (until if arrived else doubtful):
+                raise
+        yield from sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def again(call: Call[None]) -> Call[None]:
@@ -36,13 +62,17 @@ def again(call: Call[None]) -> Call[None]:
     return dataclasses.replace(call, repeatable=True)
 
 
-def kill(ids: Iterable[str]) -> Steps[None]:
-    """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them."""
+def kill(ids: Iterable[str], until: Optional[float] = None) -> Steps[None]:
+    """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them.
+
+    With `until` a daemon that does not answer is asked again until then.
+    """
     problem: Optional[BaseException] = None
     left = list(ids)
     while left:
         try:
-            yield from ask(again(routes.delete_sandbox(left[0])))
+            call = again(routes.delete_sandbox(left[0]))
+            yield from (ask(call) if until is None else insist(call, until))
         except NotFoundError:
             pass
         except Exception as error:
@@ -64,7 +94,7 @@ def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[l
         reply = yield from ask(call)
     except BaseException as error:
         if outcome_unknown(error):
-            yield from undo(call)
+            yield from undo(call, arrived=has_arrived(error))
         raise
     if not reply.errors or (partial and reply.children):
         return reply.children
@@ -78,26 +108,27 @@ def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[l
     raise error
 
 
-def undo(call: Call[SpawnReply], until: Optional[float] = None) -> Steps[None]:
-    """Ends what a request made whose reply never came, until a time of the monotonic clock."""
-    reply = yield from lost_reply(call, until)
-    if reply is not None:
-        yield from kill([child.id for child in reply.children])
+def has_arrived(error: BaseException) -> bool:
+    """Whether a daemon surely has the request that ended like this."""
+    return isinstance(error, ForkdError) and error.status is None
 
 
-def lost_reply(call: Call[T], until: Optional[float] = None) -> Steps[Optional[T]]:
-    """The reply that never came; None if the daemon refused the request or does not answer."""
+def undo(call: Call[SpawnReply], until: Optional[float] = None, arrived: bool = True) -> Steps[None]:
+    """Ends what a request made whose reply never came. What goes wrong here is not what the caller waits for."""
     until = until or time.monotonic() + CLEAN_UP_SECONDS
-    call = dataclasses.replace(call, patience=0.0)
-    while time.monotonic() < until:
-        try:
-            return (yield from ask(call))
-        except ForkdError as error:
-            if error.code == "idempotency_in_progress" or isinstance(error, (StreamBrokenError, TimeoutError)):
-                yield from sleep(0.2)
-                continue
-            break
-    return None
+    try:
+        reply = yield from insist(call, until, arrived)
+        yield from kill([child.id for child in reply.children], until)
+    except ForkdError:
+        pass
+
+
+def lost_reply(call: Call[T], arrived: bool) -> Steps[Optional[T]]:
+    """The reply that never came; None if the daemon refused the request or does not answer."""
+    try:
+        return (yield from insist(call, time.monotonic() + CLEAN_UP_SECONDS, arrived))
+    except ForkdError:
+        return None
 
 
 def make_snapshot(call: Call[SnapshotInfo], own_tag: Optional[str]) -> Steps[SnapshotInfo]:
@@ -109,7 +140,7 @@ def make_snapshot(call: Call[SnapshotInfo], own_tag: Optional[str]) -> Steps[Sna
         return (yield from ask(call))
     except BaseException as error:
         if outcome_unknown(error):
-            made = yield from lost_reply(call)
+            made = yield from lost_reply(call, has_arrived(error))
             tag = made.tag if made is not None else own_tag
             if tag is not None:
                 yield from discard(tag)
