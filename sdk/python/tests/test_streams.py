@@ -275,3 +275,22 @@ def test_signals_sizes_and_the_end_of_input_are_messages(server, box):
         {"type": "signal", "signal": "SIGKILL"},
     ]
     handle.kill()
+
+
+def test_a_command_that_ended_is_known_also_after_its_time(server, box):
+    """The program does other things until the time of the command, and of the daemon's silence, is over."""
+
+    def then(connection, first):
+        started(connection, first)
+        connection.frame(b"\x01done")
+        connection.event(event="exit", exit_code=0)
+
+    async def use(box):
+        handle = await box.commands.run("x", timeout=1, background=True)
+        time.sleep(2.5)
+        return await handle.wait()
+
+    stream(server, then)
+    handle = box.commands.run("x", timeout=1, background=True)
+    time.sleep(2.5)
+    assert handle.wait().stdout == "done" == run_async(server, use).stdout

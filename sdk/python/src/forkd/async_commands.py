@@ -13,6 +13,8 @@ from .exec_stream import CommandResult, ExecStream, Output
 from .models import ExecReply
 
 OnText = Callable[[str], object]
+# The seconds that it may take to read what has arrived already.
+ARRIVED = 0.2
 
 
 class Socket(Protocol):
@@ -160,7 +162,8 @@ class AsyncCommandHandle:
 
     async def _receive(self) -> Union[str, bytes, None]:
         try:
-            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            # A task that comes back after the deadline reads what has arrived meanwhile: the command may have ended.
+            left = None if self._deadline is None else max(ARRIVED, self._deadline - time.monotonic())
             return await asyncio.wait_for(self._socket.recv(), left)
         except asyncio.TimeoutError:
             await self._socket.close()
