@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
+import weakref
 
 import pytest
 
@@ -279,6 +282,33 @@ def test_a_client_works_in_one_loop_after_the_other(server):
 
     assert [asyncio.run(use()) for _ in range(2)] == [42, 42]
     assert not server.alive
+
+
+def test_a_client_drops_the_loops_that_have_closed_and_their_sockets(server):
+    client = AsyncClient(server.url)
+    loops = weakref.WeakSet()
+
+    async def use():
+        loops.add(asyncio.get_running_loop())
+        await asyncio.gather(*[client.health() for _ in range(3)])
+        return open_now()
+
+    def open_now():
+        return len(os.listdir("/proc/self/fd"))
+
+    with contextlib.ExitStack() as stack:
+        gc.disable()
+        stack.callback(gc.enable)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", ResourceWarning)
+        asyncio.run(use())
+        first = asyncio.run(use())
+        for _ in range(8):
+            last = asyncio.run(use())
+        gc.collect()
+    # The server is in this process: a connection has two ends here.
+    assert last <= first + 8, (first, last)
+    assert len(loops) <= 1
 
 
 def test_a_forked_process_has_connections_of_its_own(server):
