@@ -210,7 +210,8 @@ class AsyncClient:
                 try:
                     reply = await (asyncio.sleep(step.seconds) if isinstance(step, Sleep) else self.send(step))
                 except BaseException as error:
-                    if loop_is_closing(error):
+                    # A generator that closes has no await in the middle: here it is a coroutine, which may wait no more.
+                    if isinstance(error, GeneratorExit) or loop_is_closing(error):
                         return self.run_blocking(_thrown(steps, error))
                     if isinstance(error, asyncio.CancelledError):
                         return await finish(self.run(_thrown(steps, error)))
@@ -299,14 +300,15 @@ class AsyncClient:
 
 
 def loop_is_closing(error: Optional[BaseException]) -> bool:
-    """Whether nothing can be awaited any more, because the coroutine or its event loop closes."""
-    if isinstance(error, GeneratorExit):
-        return True
+    """Whether nothing can be awaited any more, because a coroutine closes without its event loop.
+
+    A generator that closes while its loop runs may wait, and must: a clean-up that blocks would block all other tasks.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return True
-    return False
+    return isinstance(error, GeneratorExit) and asyncio.current_task() is None
 
 
 async def finish(work: Coroutine[object, object, T]) -> T:

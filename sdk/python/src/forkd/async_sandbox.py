@@ -11,6 +11,7 @@ from .changes import Change, changes
 from .async_client import AsyncClient, default_async_client, finish, loop_is_closing
 from .code import Execution, execution_of, value_of
 from .command import DEFAULT, Command, Timeout, seconds
+from .errors import RollbackError
 from .async_commands import AsyncCommandHandle, AsyncCommands
 from .async_files import AsyncFiles
 from .models import EvalReply, ExecReply, OnTimeout, PingReply, SandboxInfo, SandboxState, Stats, Tree
@@ -274,6 +275,8 @@ class AsyncSandbox:
     async def checkpoint(self, tag: Optional[str] = None) -> AsyncGenerator[AsyncSnapshot, None]:
         """A block that the sandbox forgets when it raises: it goes back to the beginning, and the exception goes on.
 
+        If it cannot go back, `RollbackError` says how to, and the snapshot of the beginning stays.
+
         >>> await sandbox.eval("x = 1")
         >>> try:
         ...     async with sandbox.checkpoint():
@@ -284,22 +287,26 @@ class AsyncSandbox:
         """
         branch = AsyncSnapshot(await self._client.run(steps.checkpoint(self.id, tag)), self._client)
         self._branches.append(branch.tag)
-        error: Optional[BaseException] = None
         try:
             yield branch
         except BaseException as raised:
-            error = raised
-            if not loop_is_closing(error):
-                await finish(self.rollback(branch.tag))
+            back = steps.forget(self.id, branch.tag)
+            try:
+                if loop_is_closing(raised):
+                    self._client.run_blocking(back)
+                else:
+                    await finish(self._client.run(back))
+            except RollbackError as error:
+                raise error from raised
+            self._left(branch.tag)
             raise
-        finally:
-            if branch.tag in self._branches:
-                self._branches.remove(branch.tag)
-            removal = steps.delete_quietly(branch.tag)
-            if loop_is_closing(error):
-                self._client.run_blocking(removal)
-            else:
-                await finish(self._client.run(removal))
+        self._left(branch.tag)
+        await finish(self._client.run(steps.delete_quietly(branch.tag)))
+
+    def _left(self, tag: str) -> None:
+        """A checkpoint is over: `rollback` does not go there any more."""
+        if tag in self._branches:
+            self._branches.remove(tag)
 
     async def diff(self, other: AsyncSandbox, path: str = "/") -> List[Change]:
         """What differs below `path` in the files of `other`: what it added, removed and changed."""

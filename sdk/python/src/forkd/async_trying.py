@@ -128,7 +128,8 @@ async def _end(
     error: BaseException,
 ) -> None:
     """Ends everything after an error."""
-    if loop_is_closing(error):
+    # These coroutines are no generators: one that closes may wait no more.
+    if isinstance(error, GeneratorExit) or loop_is_closing(error):
         source.kill_all_blocking(children)
     else:
         await finish(_stop_and_kill(source, tasks, children))

@@ -151,6 +151,15 @@ class ForkError(ForkdError):
     errors: List[str]
 
 
+class RollbackError(ForkdError):
+    """A `checkpoint` could not roll back after its block had raised.
+
+    The branch `tag` is kept. `__cause__` is the exception of the block; code and status are those of the refused rollback.
+    """
+
+    tag: str = ""
+
+
 class AllFailedError(ForkdError):
     """Every attempt of `first_success` or `best_of` failed. `outcomes` has each of them, in order."""
 

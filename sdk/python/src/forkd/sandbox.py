@@ -13,7 +13,7 @@ from .client import Client, default_client
 from .code import Execution, execution_of, value_of
 from .command import DEFAULT, Command, Timeout, seconds
 from .commands import CommandHandle, Commands
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, RollbackError
 from .files import Files
 from .json_lines import JsonLines
 from .models import EvalReply, ExecReply, OnTimeout, PingReply, SandboxInfo, SandboxState, Stats, Tree
@@ -299,6 +299,8 @@ class Sandbox:
     def checkpoint(self, tag: Optional[str] = None) -> Generator[Snapshot, None, None]:
         """A block that the sandbox forgets when it raises: it goes back to the beginning, and the exception goes on.
 
+        If it cannot go back, `RollbackError` says how to, and the snapshot of the beginning stays.
+
         >>> sandbox.eval("x = 1")
         >>> try:
         ...     with sandbox.checkpoint():
@@ -311,13 +313,20 @@ class Sandbox:
         self._branches.append(branch.tag)
         try:
             yield branch
-        except BaseException:
-            self.rollback(branch.tag)
+        except BaseException as raised:
+            try:
+                self._client.run(steps.forget(self.id, branch.tag))
+            except RollbackError as error:
+                raise error from raised
+            self._left(branch.tag)
             raise
-        finally:
-            if branch.tag in self._branches:
-                self._branches.remove(branch.tag)
-            self._client.run(steps.delete_quietly(branch.tag))
+        self._left(branch.tag)
+        self._client.run(steps.delete_quietly(branch.tag))
+
+    def _left(self, tag: str) -> None:
+        """A checkpoint is over: `rollback` does not go there any more."""
+        if tag in self._branches:
+            self._branches.remove(tag)
 
     def diff(self, other: Sandbox, path: str = "/") -> List[Change]:
         """What differs below `path` in the files of `other`: what it added, removed and changed."""

@@ -15,7 +15,7 @@ from . import requests as bodies
 from . import routes
 from .calls import Call, Steps, ask, sleep
 from .errors import BusyError, ConflictError, DaemonUnreachableError, ForkdError, ForkError, NotFoundError, RateLimitError
-from .errors import StreamBrokenError, TimeoutError, error_for
+from .errors import RollbackError, StreamBrokenError, TimeoutError, error_for
 from .models import SandboxInfo, SnapshotInfo, SpawnReply
 
 # How long a clean-up may take: also a daemon that restarts comes back and knows what it made.
@@ -160,6 +160,23 @@ def checkpoint(id: str, tag: Optional[str]) -> Steps[SnapshotInfo]:
     own_tag = None if tag else new_tag("checkpoint-" + id)
     body: bodies.BranchRequest = {"tag": tag or own_tag, "mode": "live", "wait": False}
     return (yield from make_snapshot(routes.branch_sandbox(id, body), own_tag))
+
+
+def forget(id: str, tag: str) -> Steps[None]:
+    """Rolls back to the branch of a checkpoint, and removes it. It stays if that fails: nothing else has its moment."""
+    try:
+        yield from ask(routes.rollback_sandbox(id, {"to": tag}))
+    except ForkdError as failure:
+        error = RollbackError(
+            f"the rollback of {id} after its block failed: {failure}. The snapshot {tag!r} has the moment before"
+            f" the block: call sandbox.rollback({tag!r}), then Snapshot.get({tag!r}).delete()",
+            code=failure.code,
+            status=failure.status,
+            request_id=failure.request_id,
+        )
+        error.tag = tag
+        raise error
+    yield from delete_quietly(tag)
 
 
 def rollback(id: str, branches: list[str], source: Optional[str]) -> Steps[str]:
