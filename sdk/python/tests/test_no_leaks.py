@@ -365,7 +365,20 @@ def test_children_of_a_fork_that_fails_in_part_are_ended(server, client):
         box.fork(2)
     assert error.value.code == "limit_reached" and error.value.errors == ["no room: end a sandbox"]
     assert server.alive == {box.id}
-    assert [child.id for child in box.fork(2, on_error="return")] == ["sb9"]
+    forked = box.fork(2, on_error="return")
+    assert [child.id for child in forked] == ["sb9"]
+    assert [(type(error), error.message) for error in forked.errors] == [(forkd.QuotaError, "no room: end a sandbox")]
+
+    async def use():
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            forked = await (await AsyncSandbox.connect(box.id, client=client)).fork(2, on_error="return")
+            return [child.id for child in forked], forked.errors[0].code
+
+    assert asyncio.run(use()) == (["sb9"], "limit_reached")
+    with pytest.raises(forkd.InvalidRequestError, match="'raise', 'return'"):
+        box.fork(2, on_error="ignore")
+    with pytest.raises(forkd.InvalidRequestError, match="'live'"):
+        box.branch(mode="alive")
 
 
 def test_a_reader_that_is_left_closes_its_connection(server, client):

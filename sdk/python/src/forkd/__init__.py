@@ -52,6 +52,7 @@ from .errors import (
     TimeoutError,
 )
 from .exec_stream import CommandResult, Output
+from .forked import Forked
 from .models import SandboxInfo, SnapshotInfo
 from .reference import Controller, ControllerError
 from .sandbox import Sandbox
@@ -83,6 +84,7 @@ __all__ = [
     "Execution",
     "ForkError",
     "ForkdError",
+    "Forked",
     "GuestError",
     "InvalidRequestError",
     "NotFoundError",

@@ -14,8 +14,9 @@ from .command import DEFAULT, Command, Timeout, seconds
 from .errors import RollbackError
 from .async_commands import AsyncCommandHandle, AsyncCommands
 from .async_files import AsyncFiles
+from .forked import Forked
 from .models import EvalReply, ExecReply, OnTimeout, PingReply, SandboxInfo, SandboxState, Stats, Tree
-from .options import create_body, fork_body, label_filter, update_body
+from .options import BranchMode, OnError, branch_body, create_body, fork_body, label_filter, one_of, update_body
 from .async_snapshot import AsyncSnapshot
 from .steps import OnProgress
 from .trying import Outcome
@@ -218,32 +219,29 @@ class AsyncSandbox:
         labels: Optional[Mapping[str, str]] = None,
         network: Optional[bool] = None,
         memory_limit_mib: Optional[int] = None,
-        on_error: str = "raise",
-    ) -> List[Self]:
+        on_error: OnError = "raise",
+    ) -> Forked[Self]:
         """Forks `n` children, all from this instant; the sandbox goes on.
 
-        All of them run, or there are none, and an error. With `on_error="return"` those that run are returned.
+        All of them run, or there are none, and an error. With `on_error="return"` those that run are returned, and the `errors`
+        of the list are those of the others.
 
         >>> await sandbox.eval("plan = ['read']")
         >>> one, other = await sandbox.fork(2)
         >>> await one.eval("plan + ['think']"), await other.eval("plan")
         (['read', 'think'], ['read'])
+        one_of("on_error", on_error, "raise", "return")
         >>> await asyncio.gather(one.kill(), other.kill())
         [None, None]
         """
         body = fork_body(n, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib)
         call = routes.fork_sandbox(self.id, body)
         infos = await self._client.run(steps.spawn(call, n, partial=on_error == "return"))
-        return [self.of(info, self._client) for info in infos]
+        return Forked([self.of(info, self._client) for info in infos], infos.errors)
 
-    async def branch(self, tag: Optional[str] = None, mode: str = "live", wait: bool = True) -> AsyncSnapshot:
+    async def branch(self, tag: Optional[str] = None, mode: BranchMode = "live", wait: bool = True) -> AsyncSnapshot:
         """Keeps this moment as a snapshot; the sandbox goes on. With `wait=False` it is written in the background."""
-        body: bodies.BranchRequest = {"mode": mode}
-        if tag is not None:
-            body["tag"] = tag
-        if not wait:
-            body["wait"] = False
-        info = await self._client.branch_sandbox(self.id, body)
+        info = await self._client.branch_sandbox(self.id, branch_body(tag, mode, wait))
         if mode != "disk":
             # A disk alone is nothing to go back to.
             self._branches.append(info.tag)

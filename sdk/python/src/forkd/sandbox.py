@@ -16,8 +16,9 @@ from .commands import CommandHandle, Commands
 from .errors import InvalidRequestError, RollbackError
 from .files import Files
 from .json_lines import JsonLines
+from .forked import Forked
 from .models import EvalReply, ExecReply, OnTimeout, PingReply, SandboxInfo, SandboxState, Stats, Tree
-from .options import create_body, fork_body, label_filter, update_body
+from .options import BranchMode, OnError, branch_body, create_body, fork_body, label_filter, one_of, update_body
 from .snapshot import Snapshot
 from .steps import OnProgress
 from .trying import Outcome
@@ -243,11 +244,12 @@ class Sandbox:
         labels: Optional[Mapping[str, str]] = None,
         network: Optional[bool] = None,
         memory_limit_mib: Optional[int] = None,
-        on_error: str = "raise",
-    ) -> List[Self]:
+        on_error: OnError = "raise",
+    ) -> Forked[Self]:
         """Forks `n` children, all from this instant; the sandbox goes on.
 
-        All of them run, or there are none, and an error. With `on_error="return"` those that run are returned.
+        All of them run, or there are none, and an error. With `on_error="return"` those that run are returned, and the `errors`
+        of the list are those of the others.
 
         >>> sandbox.eval("plan = ['read']")
         >>> one, other = sandbox.fork(2)
@@ -256,18 +258,14 @@ class Sandbox:
         >>> one.kill(); other.kill()
         """
         body = fork_body(n, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib)
+        one_of("on_error", on_error, "raise", "return")
         call = routes.fork_sandbox(self.id, body)
         infos = self._client.run(steps.spawn(call, n, partial=on_error == "return"))
-        return [self.of(info, self._client) for info in infos]
+        return Forked([self.of(info, self._client) for info in infos], infos.errors)
 
-    def branch(self, tag: Optional[str] = None, mode: str = "live", wait: bool = True) -> Snapshot:
+    def branch(self, tag: Optional[str] = None, mode: BranchMode = "live", wait: bool = True) -> Snapshot:
         """Keeps this moment as a snapshot; the sandbox goes on. With `wait=False` it is written in the background."""
-        body: bodies.BranchRequest = {"mode": mode}
-        if tag is not None:
-            body["tag"] = tag
-        if not wait:
-            body["wait"] = False
-        info = self._client.branch_sandbox(self.id, body)
+        info = self._client.branch_sandbox(self.id, branch_body(tag, mode, wait))
         if mode != "disk":
             # A disk alone is nothing to go back to.
             self._branches.append(info.tag)

@@ -16,6 +16,7 @@ from . import routes
 from .calls import Call, Steps, ask, sleep
 from .errors import BusyError, ConflictError, DaemonUnreachableError, ForkdError, ForkError, NotFoundError, RateLimitError
 from .errors import RollbackError, StreamBrokenError, TimeoutError, error_for
+from .forked import Forked
 from .models import SandboxInfo, SnapshotInfo, SpawnReply
 
 # How long a clean-up may take: also a daemon that restarts comes back and knows what it made.
@@ -88,7 +89,7 @@ def kill(ids: Iterable[str], until: Optional[float] = None) -> Steps[None]:
         raise problem
 
 
-def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[list[SandboxInfo]]:
+def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[Forked[SandboxInfo]]:
     """Makes children. All of them run, or with `partial` some; else there are none, and an error."""
     try:
         reply = yield from ask(call)
@@ -97,7 +98,8 @@ def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[l
             yield from undo(call, arrived=has_arrived(error))
         raise
     if not reply.errors or (partial and reply.children):
-        return reply.children
+        errors = (error_for(one.code, one.error, request_id=one.request_id) for one in reply.errors)
+        return Forked(reply.children, errors)
     yield from kill([child.id for child in reply.children])
     first = reply.errors[0]
     if wanted == 1:
