@@ -459,8 +459,11 @@ def test_the_best_one_is_kept_on_request(server, client):
     box = Sandbox.create("parent", client=client)
     best = box.best_of(3, lambda child, index: index, lambda value: -abs(value - 1), keep=True)
     assert best.value == 1 and server.alive == {box.id, best.sandbox.id}
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(forkd.AllFailedError, match="division by zero"):
         box.best_of(2, lambda child, index: index, lambda value: 1 / 0)
+    with pytest.raises(forkd.AllFailedError, match="not a number"):
+        box.best_of(2, lambda child, index: index, lambda value: float("nan"))
+    assert box.best_of(3, lambda child, index: index, lambda value: 1 / (value - 2)).value == 0
     assert server.alive == {box.id, best.sandbox.id}
 
 
@@ -581,3 +584,67 @@ def interrupt_once(send):
         return send(call)
 
     return sending
+
+
+def unkillable(server, *ids):
+    """The daemon fails to end these."""
+
+    def script(request, connection):
+        if request.method != "DELETE" or request.path.split("/")[-1] not in ids:
+            return False
+        connection.reply(500, {"error": "the host failed", "code": "internal", "request_id": "r"})
+        return True
+
+    server.script = script
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_came_of_the_callables_is_not_lost_when_a_child_cannot_be_ended(server, client, asynchronous):
+    def use(box):
+        with pytest.warns(RuntimeWarning, match="sb1 still runs.*the host failed.*kill"):
+            outcomes = box.try_each([lambda child: child.id, lambda child: 1 / 0])
+        with pytest.warns(RuntimeWarning, match="sb3 still runs"):
+            best = box.best_of(2, lambda child, index: child.id, lambda id: id == "sb4")
+        with pytest.warns(RuntimeWarning, match="sb5 still runs"):
+            first = box.first_success([lambda child: child.id])
+        return [outcome.value for outcome in outcomes], best.value, first.value
+
+    async def use_async():
+        async def name(child, index=0):
+            return child.id
+
+        async def fail(child):
+            1 / 0
+
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            box = await AsyncSandbox.create("parent", client=client)
+            with pytest.warns(RuntimeWarning, match="sb1 still runs.*the host failed.*kill"):
+                outcomes = await box.try_each([name, fail])
+            with pytest.warns(RuntimeWarning, match="sb3 still runs"):
+                best = await box.best_of(2, name, lambda id: id == "sb4")
+            with pytest.warns(RuntimeWarning, match="sb5 still runs"):
+                first = await box.first_success([name])
+            return [outcome.value for outcome in outcomes], best.value, first.value
+
+    unkillable(server, "sb1", "sb3", "sb5")
+    found = asyncio.run(use_async()) if asynchronous else use(Sandbox.create("parent", client=client))
+    assert found == (["sb1", None], "sb4", "sb5") and server.alive == {"sb0", "sb1", "sb3", "sb5"}
+
+
+def test_a_callable_that_cancels_itself_has_failed_and_the_others_go_on(server):
+    async def cancels(child):
+        raise asyncio.CancelledError
+
+    async def works(child):
+        await asyncio.sleep(0.1)
+        return await child.eval("1")
+
+    async def main():
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            async with await AsyncSandbox.create("parent", client=client) as box:
+                outcomes = await box.try_each([cancels, works])
+                first = await box.first_success([cancels, works])
+                return [type(outcome.error) for outcome in outcomes], outcomes[1].value, first.value
+
+    assert asyncio.run(main()) == ([asyncio.CancelledError, type(None)], 42, 42)
+    assert not server.alive

@@ -149,7 +149,7 @@ def test_asyncio_has_the_same_methods_with_the_same_parameters(sync, of_asyncio)
     def names(cls):
         return {name for name in vars(cls) if not name.startswith("_")}
 
-    extra, here_only = {"run_blocking", "kill_all_blocking"}, {"connect"} if sync is client.Client else set()
+    extra, here_only = {"run_blocking"}, {"connect"} if sync is client.Client else set()
     assert names(of_asyncio) - extra == names(sync) - here_only
     for name in names(sync) - here_only:
         here, there = vars(sync)[name], vars(of_asyncio)[name]

@@ -167,10 +167,6 @@ class AsyncSandbox:
         """Ends several sandboxes, all of them also if one fails."""
         await self._client.run(steps.kill([sandbox.id for sandbox in sandboxes]))
 
-    def kill_all_blocking(self, sandboxes: Sequence[AsyncSandbox]) -> None:
-        """The same without an event loop."""
-        self._client.run_blocking(steps.kill([sandbox.id for sandbox in sandboxes]))
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -235,6 +231,7 @@ class AsyncSandbox:
         [None, None]
         """
         body = fork_body(n, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib)
+        one_of("on_error", on_error, "raise", "return")
         call = routes.fork_sandbox(self.id, body)
         infos = await self._client.run(steps.spawn(call, n, partial=on_error == "return"))
         return Forked([self.of(info, self._client) for info in infos], infos.errors)
@@ -316,7 +313,8 @@ class AsyncSandbox:
     ) -> List[Outcome[V, AsyncSandbox]]:
         """Runs each callable in a child of this moment, as tasks, at most `parallel` at a time.
 
-        The outcomes are in the order of the callables: a value or an error each. The children end, unless `keep`.
+        The outcomes are in the order of the callables: a value or an error each. The children end, unless `keep`. One that
+        cannot be ended is a `RuntimeWarning`.
 
         >>> ways = [lambda box: box.eval("6 * 7"), lambda box: box.eval("6 / 0")]
         >>> [outcome.ok for outcome in await sandbox.try_each(ways)]
@@ -332,7 +330,10 @@ class AsyncSandbox:
         keep: bool = False,
         parallel: Optional[int] = None,
     ) -> Outcome[V, AsyncSandbox]:
-        """Runs `step(child, index)` in `n` children; the highest `score(value)` wins. With `keep` the winner's sandbox goes on."""
+        """Runs `step(child, index)` in `n` children; the highest `score(value)` wins. With `keep` the winner's sandbox goes on.
+
+        An attempt that raises, or whose score does, has lost. If all have: `AllFailedError`.
+        """
         return await async_trying.best_of(self, n, step, score, keep, parallel)
 
     async def first_success(

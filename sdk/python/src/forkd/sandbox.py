@@ -336,7 +336,8 @@ class Sandbox:
     ) -> List[Outcome[V, Sandbox]]:
         """Runs each callable in a child of this moment, in threads, at most `parallel` at a time.
 
-        The outcomes are in the order of the callables: a value or an error each. The children end, unless `keep`.
+        The outcomes are in the order of the callables: a value or an error each. The children end, unless `keep`. One that
+        cannot be ended is a `RuntimeWarning`.
 
         >>> ways = [lambda box: box.eval("6 * 7"), lambda box: box.eval("6 / 0")]
         >>> [outcome.ok for outcome in sandbox.try_each(ways)]
@@ -352,7 +353,10 @@ class Sandbox:
         keep: bool = False,
         parallel: Optional[int] = None,
     ) -> Outcome[V, Sandbox]:
-        """Runs `step(child, index)` in `n` children; the highest `score(value)` wins. With `keep` the winner's sandbox goes on."""
+        """Runs `step(child, index)` in `n` children; the highest `score(value)` wins. With `keep` the winner's sandbox goes on.
+
+        An attempt that raises, or whose score does, has lost. If all have: `AllFailedError`.
+        """
         return trying.best_of(self, n, step, score, keep, parallel)
 
     def first_success(

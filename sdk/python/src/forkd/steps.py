@@ -63,10 +63,13 @@ def again(call: Call[None]) -> Call[None]:
     return dataclasses.replace(call, repeatable=True)
 
 
-def kill(ids: Iterable[str], until: Optional[float] = None) -> Steps[None]:
+def kill(
+    ids: Iterable[str], until: Optional[float] = None, failed: Optional[dict[str, ForkdError]] = None
+) -> Steps[None]:
     """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them.
 
-    With `until` a daemon that does not answer is asked again until then.
+    With `until` a daemon that does not answer is asked again until then. `failed` gets the errors by their sandboxes: then
+    none is raised.
     """
     problem: Optional[BaseException] = None
     left = list(ids)
@@ -77,7 +80,10 @@ def kill(ids: Iterable[str], until: Optional[float] = None) -> Steps[None]:
         except NotFoundError:
             pass
         except Exception as error:
-            problem = problem or error
+            if failed is not None and isinstance(error, ForkdError):
+                failed[left[0]] = error
+            else:
+                problem = problem or error
         except BaseException as interrupt:
             # The first interrupt waits, and its request is sent again; the second one is obeyed.
             if problem is not None and not isinstance(problem, Exception):
