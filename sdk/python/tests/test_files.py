@@ -121,6 +121,17 @@ def test_an_upload_leaves_out_links_and_keeps_modes(server, client, tmp_path):
     assert done.copied == ["/t/in/run"] and done.skipped == [str(tmp_path / "s/link"), str(tmp_path / "s/pipe")]
 
 
+def test_a_download_to_a_pipe_writes_to_the_pipe(server, client, lists, tmp_path):
+    lists()
+    server.script = lambda request, connection, script=server.script: (
+        connection.reply(200, entry("/d/f")) or True if request.path.endswith("/stat") else script(request, connection))
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    download(server, client, tmp_path / "pipe", False)
+    assert os.read(reading, 10) == b"x" and (tmp_path / "pipe").is_fifo()
+    os.close(reading)
+
+
 def test_ids_and_paths_are_escaped(server, client):
     server.script = lambda request, connection: connection.reply(200, body=b"") or True
     client.read_file("../x?y", "/a b&c=%2F")

@@ -175,8 +175,19 @@ def test_a_file_that_is_cut_in_the_middle_is_a_broken_stream(server, client, tmp
     box = Sandbox.connect("sb1", client=client)
     with pytest.raises(forkd.StreamBrokenError):
         box.files.read("/f", "stream").read()
-    with pytest.raises(forkd.StreamBrokenError):
-        box.files.download("/f", tmp_path / "f")
+    (tmp_path / "old").write_text("as it was")
+    for target in ("f", "old"):
+        with pytest.raises(forkd.StreamBrokenError):
+            box.files.download("/f", tmp_path / target)
+
+    async def use():
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            box = await AsyncSandbox.connect("sb1", client=client)
+            with pytest.raises(forkd.StreamBrokenError):
+                await box.files.download("/f", tmp_path / "f")
+
+    asyncio.run(use())
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "as it was"
 
 
 @pytest.mark.parametrize("reply", [b"", b'{"pong": tr', b"[]\n", b'{"of": "another kind"}\n'])
