@@ -169,6 +169,32 @@ def test_changes_are_by_content_and_not_by_time():
     assert not changes(before, before)
 
 
+def test_what_could_not_be_compared_is_unknown():
+    from forkd.changes import changes
+    from forkd.decoding import decode
+    from forkd.models import FileTree
+
+    def tree(**reasons):
+        fields = dict(kind="file", size=1, mode=420, modified_unix_ms=1)
+        entries = [dict(fields, path=path, sha256=None if reason else "a", incomplete=reason) for path, reason in reasons.items()]
+        return decode(FileTree, {"path": "/srv", "entries": entries})
+
+    before = tree(both="unreadable", one="changing", proc="file_system", same=None, size="changing")
+    after = tree(both="unreadable", one=None, proc="file_system", same=None, size="changing")
+    object.__setattr__(after.entries[4], "size", 2)
+    found = {change.path: change.kind for change in changes(before, after)}
+    assert found == {"/srv/both": "unknown", "/srv/one": "unknown", "/srv/size": "modified"}
+
+
+def test_an_event_that_is_no_json_is_an_error_of_ours():
+    from forkd.sse import EventLines
+
+    with pytest.raises(forkd.ForkdError, match="no event"):
+        list(EventLines().feed(b"event: sandbox.ended\ndata: {half\n\n"))
+    with pytest.raises(forkd.ForkdError):
+        list(EventLines().feed(b"event: lagged\ndata: []\n\n"))
+
+
 def test_events_are_read_across_parts_and_a_lag_is_reported():
     from forkd.sse import EventLines, Lagged
 

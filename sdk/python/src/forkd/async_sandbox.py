@@ -304,7 +304,10 @@ class AsyncSandbox:
             self._branches.remove(tag)
 
     async def diff(self, other: AsyncSandbox, path: str = "/") -> List[Change]:
-        """What differs below `path` in the files of `other`: what it added, removed and changed."""
+        """What differs below `path` in the files of `other`: what it added, removed and changed.
+
+        A file that one of the agents could not read, or that changed meanwhile, has the kind `unknown`.
+        """
         before = await self._client.file_tree(self.id, path, hash=True)
         return changes(before, await self._client.file_tree(other.id, path, hash=True))
 

@@ -327,7 +327,10 @@ class Sandbox:
             self._branches.remove(tag)
 
     def diff(self, other: Sandbox, path: str = "/") -> List[Change]:
-        """What differs below `path` in the files of `other`: what it added, removed and changed."""
+        """What differs below `path` in the files of `other`: what it added, removed and changed.
+
+        A file that one of the agents could not read, or that changed meanwhile, has the kind `unknown`.
+        """
         before = self._client.file_tree(self.id, path, hash=True)
         return changes(before, self._client.file_tree(other.id, path, hash=True))
 
