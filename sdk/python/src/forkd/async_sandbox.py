@@ -40,7 +40,7 @@ class AsyncSandbox:
         self._info = info
         self._branches: list[str] = []
         self.commands = AsyncCommands(self._execute, self._stream)
-        self.files = AsyncFiles(client, info.id)
+        self._files = AsyncFiles(client, info.id)
 
     @classmethod
     def of(cls, info: SandboxInfo, client: Optional[AsyncClient] = None) -> Self:
@@ -117,6 +117,11 @@ class AsyncSandbox:
     @property
     def id(self) -> str:
         return self._info.id
+
+    @property
+    def files(self) -> AsyncFiles:
+        """Reads, writes, lists, copies files."""
+        return self._files
 
     @property
     def client(self) -> AsyncClient:

@@ -67,7 +67,7 @@ class Sandbox:
         self._branches: list[str] = []
         self.target = info.guest_addr if info else ""
         self.commands = Commands(self._execute, self._stream, check=not reference)
-        self.files = Files(client, info.id if info else "")
+        self._files = Files(client, info.id) if info else None
 
     @classmethod
     def of(cls, info: SandboxInfo, client: Optional[Client] = None) -> Self:
@@ -148,6 +148,13 @@ class Sandbox:
         if self._info is None:
             raise InvalidRequestError("this sandbox is only known by its agent port: use Sandbox.connect(id)")
         return self._info.id
+
+    @property
+    def files(self) -> Files:
+        """Reads, writes, lists, copies files."""
+        if self._files is None:
+            raise InvalidRequestError("an agent port has no files: use Sandbox.connect(id).files, with the sandbox's id")
+        return self._files
 
     @property
     def client(self) -> Client:
