@@ -1,6 +1,7 @@
 """A daemon that stalls, resets, answers half or refuses: an error whose text says what to do, and never a hang."""
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -203,6 +204,32 @@ def test_an_agent_port_that_answers_half_is_an_error(reply):
         target = "127.0.0.1:%d" % listener.getsockname()[1]
         with pytest.raises(forkd.ForkdError):
             Sandbox(target=target, timeout=5, spawn=False).ping()
+
+
+def test_what_an_agent_port_cannot_do_is_refused():
+    box = Sandbox(target="127.0.0.1:1", spawn=False)
+    for word, more in (("stdin", {"stdin": "x"}), ("cwd", {"cwd": "/"}), ("envs", {"envs": {"A": "1"}}), ("user", {"user": "u"})):
+        with pytest.raises(forkd.InvalidRequestError, match=word + r": use Sandbox.connect\(id\)"):
+            box.commands.run("x", **more)
+    with pytest.raises(forkd.InvalidRequestError, match=r"Sandbox.connect\(id\)"):
+        box.files.read("/etc/passwd")
+    with pytest.raises(forkd.InvalidRequestError, match=r"Sandbox.connect\(id\)"):
+        box.commands.run("x", background=True)
+
+
+def test_an_evaluation_at_an_agent_port_has_its_timeout():
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            asked.append(json.loads(connection.recv(4096)))
+            connection.sendall(b'{"result": "42", "exit_code": 0}\n')
+
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        target = "127.0.0.1:%d" % listener.getsockname()[1]
+        assert Sandbox(target=target, timeout=5, spawn=False).eval("6 * 7", 90) == "42"
+    assert asked == [{"action": "eval", "code": "6 * 7", "timeout": 90}]
 
 
 def test_an_agent_port_that_stalls_is_a_timeout():

@@ -10,7 +10,7 @@ from . import async_trying, routes, steps
 from .changes import Change, changes
 from .async_client import AsyncClient, default_async_client, finish, loop_is_closing
 from .code import Execution, execution_of, value_of
-from .command import DEFAULT, Command, Timeout, seconds
+from .command import DEFAULT, Command, Timeout, eval_request
 from .errors import RollbackError
 from .async_commands import AsyncCommandHandle, AsyncCommands
 from .async_files import AsyncFiles
@@ -183,7 +183,7 @@ class AsyncSandbox:
         else:
             await finish(self.kill())
 
-    async def eval(self, code: str, timeout: float = 30) -> Any:
+    async def eval(self, code: str, timeout: Optional[float] = 30) -> Any:
         """Evaluates Python in the warmed interpreter and returns the value of the last expression.
 
         A value that JSON has comes as itself, another one as its `repr`. Variables stay. Code that raises is an `EvalError`.
@@ -195,7 +195,7 @@ class AsyncSandbox:
         return value_of(await self._evaluate(code, timeout))
 
     async def run_code(
-        self, code: str, timeout: float = 30, on_stdout: Optional[Callable[[str], object]] = None
+        self, code: str, timeout: Optional[float] = 30, on_stdout: Optional[Callable[[str], object]] = None
     ) -> Execution:
         """Evaluates Python and returns value, output and error; an error of the code is not raised.
 
@@ -350,8 +350,8 @@ class AsyncSandbox:
         """The first callable that returns wins; the other children are ended at once. If none does: `AllFailedError`."""
         return await async_trying.first_success(self, callables, keep, parallel)
 
-    async def _evaluate(self, code: str, timeout: float) -> EvalReply:
-        return await self._client.eval_code(self.id, {"code": code, "timeout_secs": seconds(timeout) or 1})
+    async def _evaluate(self, code: str, timeout: Optional[float]) -> EvalReply:
+        return await self._client.eval_code(self.id, eval_request(code, timeout))
 
     async def _execute(self, body: bodies.ExecRequest) -> ExecReply:
         return await self._client.exec_command(self.id, body)

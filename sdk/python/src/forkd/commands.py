@@ -197,6 +197,8 @@ class Commands:
         self._execute = execute
         self._stream = stream
         self._check = check
+        # A timeout that means none, beside None.
+        self.no_limit: Optional[float] = None
 
     @overload
     def run(
@@ -266,6 +268,7 @@ class Commands:
         """
         check = self._check if check is None else check
         streams = on_stdout is not None or on_stderr is not None
+        timeout = None if timeout == self.no_limit else timeout
         plan = Plan(cmd, cwd, envs or {}, user, timeout, stdin, background, pty, streams, keep)
         if plan.simple:
             result = result_of(self._execute(plan.exec_request()))

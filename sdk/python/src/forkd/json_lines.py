@@ -78,7 +78,8 @@ class JsonLines:
         data = self.ask({"action": "exec", "args": body["args"], "timeout": limit}, patience=limit)
         return decode(ExecReply, {"stdout": "", "stderr": "", "exit_code": 1, **data})
 
-    def evaluate(self, code: str) -> EvalReply:
-        data = self.ask({"action": "eval", "code": code}, patience=30.0)
+    def evaluate(self, body: requests.EvalRequest) -> EvalReply:
+        limit = body.get("timeout_secs", 30)
+        data = self.ask({"action": "eval", "code": body["code"], "timeout": limit}, patience=limit)
         start = {"stdout": "", "stderr": "", "exit_code": 1 if data.get("error") else 0}
         return decode(EvalReply, {**start, **data})

@@ -11,7 +11,7 @@ from . import routes, steps, trying
 from .changes import Change, changes
 from .client import Client, default_client
 from .code import Execution, execution_of, value_of
-from .command import DEFAULT, Command, Timeout, seconds
+from .command import DEFAULT, Command, Timeout, eval_request
 from .commands import CommandHandle, Commands
 from .errors import InvalidRequestError, RollbackError
 from .files import Files
@@ -212,7 +212,7 @@ class Sandbox:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def eval(self, code: str, timeout: float = 30) -> Any:
+    def eval(self, code: str, timeout: Optional[float] = 30) -> Any:
         """Evaluates Python in the warmed interpreter and returns the value of the last expression.
 
         A value that JSON has comes as itself, another one as its `repr`. Variables stay. Code that raises is an `EvalError`.
@@ -226,7 +226,7 @@ class Sandbox:
         return reply.result if self._reference else value
 
     def run_code(
-        self, code: str, timeout: float = 30, on_stdout: Optional[Callable[[str], object]] = None
+        self, code: str, timeout: Optional[float] = 30, on_stdout: Optional[Callable[[str], object]] = None
     ) -> Execution:
         """Evaluates Python and returns value, output and error; an error of the code is not raised.
 
@@ -375,10 +375,10 @@ class Sandbox:
         """The first callable that returns wins; the other children are ended at once. If none does: `AllFailedError`."""
         return trying.first_success(self, callables, keep, parallel)
 
-    def _evaluate(self, code: str, timeout: float) -> EvalReply:
+    def _evaluate(self, code: str, timeout: Optional[float]) -> EvalReply:
         if self._line is not None:
-            return self._line.evaluate(code)
-        return self._client.eval_code(self.id, {"code": code, "timeout_secs": seconds(timeout) or 1})
+            return self._line.evaluate(eval_request(code, timeout))
+        return self._client.eval_code(self.id, eval_request(code, timeout))
 
     def _execute(self, body: bodies.ExecRequest) -> ExecReply:
         if self._line is not None:
