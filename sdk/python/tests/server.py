@@ -132,7 +132,8 @@ class Server:
             self.url = "unix://" + path
         else:
             self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-            self.url = "%s://127.0.0.1:%d" % ("https" if tls else "http", self._listener.getsockname()[1])
+            self._port = self._listener.getsockname()[1]
+            self.url = "%s://127.0.0.1:%d" % ("https" if tls else "http", self._port)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def __enter__(self):
@@ -144,19 +145,29 @@ class Server:
     def stop(self):
         """From now on connections are refused."""
         self.stopped.set()
+        self.pause()
+
+    def pause(self):
+        """Connections are refused, until `go_on`."""
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         self._listener.close()
 
+    def go_on(self):
+        if not self.stopped.is_set():
+            self._listener = socket.create_server(("127.0.0.1", self._port), backlog=64)
+            threading.Thread(target=self._accept, daemon=True).start()
+
     def count(self, method, path):
         return sum(1 for r in self.requests if r.method == method and re.fullmatch(path, r.path))
 
     def _accept(self):
+        listener = self._listener
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 return
             self.connections += 1

@@ -225,3 +225,87 @@ def test_a_wait_that_is_too_short_leaves_the_snapshot(snapshots, client):
     with pytest.raises(forkd.TimeoutError, match="longer timeout"):
         Snapshot.get("t", client).wait_ready(0)
     assert list(snapshots.tags) == ["t"]
+
+
+def refused(snapshots):
+    """Rollbacks are refused: the sandbox is busy."""
+    snapshots.first = lambda request, connection: request.path.endswith("/rollback") and snapshots.refuse(
+        connection, 409, "sandbox_busy")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_that_cannot_roll_back_keeps_its_branch_and_says_how_to(server, snapshots, box, asynchronous):
+    async def use(box):
+        try:
+            async with box.checkpoint("before"):
+                1 / 0
+        finally:
+            snapshots.first = lambda request, connection: False
+            assert await box.rollback() == "before"
+
+    refused(snapshots)
+    with pytest.raises(forkd.RollbackError, match=r"sandbox.rollback\('before'\)") as failed:
+        if asynchronous:
+            in_asyncio(server, use)
+        else:
+            with box.checkpoint("before"):
+                1 / 0
+    assert list(snapshots.tags) == ["before"] == [failed.value.tag] and failed.value.code == "sandbox_busy"
+    assert isinstance(failed.value.__cause__, ZeroDivisionError) and "refused" in failed.value.message
+    snapshots.first = lambda request, connection: False
+    assert box.rollback() == ("parent" if asynchronous else "before")
+
+
+def test_a_generator_that_closes_in_a_checkpoint_rolls_back_and_blocks_no_other_task(server, snapshots):
+    """Also the sandbox of its block ends."""
+
+    async def main():
+        async def ticks():
+            # The daemon answers the rollback and the removal only while the loop goes on.
+            while True:
+                await asyncio.sleep(0.01)
+                beat.set()
+
+        async def generate():
+            async with AsyncClient(server.url, "token", timeout=5.0) as client:
+                async with await AsyncSandbox.create("parent", client=client) as box:
+                    async with box.checkpoint():
+                        yield
+
+        ticking = asyncio.ensure_future(ticks())
+        generator = generate()
+        await generator.__anext__()
+        slow.append(True)
+        await generator.aclose()
+        ticking.cancel()
+
+    def first(request, connection):
+        if slow and (request.path.endswith("/rollback") or request.method == "DELETE"):
+            for _ in range(3):
+                beat.clear()
+                beats.append(beat.wait(20))
+        return False
+
+    slow, beats, beat = [], [], threading.Event()
+    snapshots.first = first
+    asyncio.run(main())
+    assert len(snapshots.rolled) == 1 and not snapshots.tags and not server.alive
+    assert len(beats) == 9 and all(beats)
+
+
+def test_a_loop_that_closes_in_a_checkpoint_rolls_back(server, snapshots):
+    async def main():
+        client = AsyncClient(server.url, timeout=5.0)
+        async with await AsyncSandbox.create("parent", client=client) as box:
+            async with box.checkpoint():
+                entered.append(1)
+                await asyncio.Event().wait()
+
+    entered, loop, coroutine = [], asyncio.new_event_loop(), main()
+    task = loop.create_task(coroutine)
+    while not entered:
+        loop.run_until_complete(asyncio.sleep(0.01))
+    task._log_destroy_pending = False
+    loop.close()
+    coroutine.close()
+    assert len(snapshots.rolled) == 1 and not snapshots.tags and not server.alive

@@ -121,6 +121,17 @@ def test_an_upload_leaves_out_links_and_keeps_modes(server, client, tmp_path):
     assert done.copied == ["/t/in/run"] and done.skipped == [str(tmp_path / "s/link"), str(tmp_path / "s/pipe")]
 
 
+def test_a_download_to_a_pipe_writes_to_the_pipe(server, client, lists, tmp_path):
+    lists()
+    server.script = lambda request, connection, script=server.script: (
+        connection.reply(200, entry("/d/f")) or True if request.path.endswith("/stat") else script(request, connection))
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    download(server, client, tmp_path / "pipe", False)
+    assert os.read(reading, 10) == b"x" and (tmp_path / "pipe").is_fifo()
+    os.close(reading)
+
+
 def test_ids_and_paths_are_escaped(server, client):
     server.script = lambda request, connection: connection.reply(200, body=b"") or True
     client.read_file("../x?y", "/a b&c=%2F")
@@ -156,6 +167,32 @@ def test_changes_are_by_content_and_not_by_time():
     assert found == {"/srv/gone": "removed", "/srv/new": "added", "/srv/changed": "modified", "/srv/kind": "type",
                      "/srv/mode": "mode", "/srv/link": "modified"}
     assert not changes(before, before)
+
+
+def test_what_could_not_be_compared_is_unknown():
+    from forkd.changes import changes
+    from forkd.decoding import decode
+    from forkd.models import FileTree
+
+    def tree(**reasons):
+        fields = dict(kind="file", size=1, mode=420, modified_unix_ms=1)
+        entries = [dict(fields, path=path, sha256=None if reason else "a", incomplete=reason) for path, reason in reasons.items()]
+        return decode(FileTree, {"path": "/srv", "entries": entries})
+
+    before = tree(both="unreadable", one="changing", proc="file_system", same=None, size="changing")
+    after = tree(both="unreadable", one=None, proc="file_system", same=None, size="changing")
+    object.__setattr__(after.entries[4], "size", 2)
+    found = {change.path: change.kind for change in changes(before, after)}
+    assert found == {"/srv/both": "unknown", "/srv/one": "unknown", "/srv/size": "modified"}
+
+
+def test_an_event_that_is_no_json_is_an_error_of_ours():
+    from forkd.sse import EventLines
+
+    with pytest.raises(forkd.ForkdError, match="no event"):
+        list(EventLines().feed(b"event: sandbox.ended\ndata: {half\n\n"))
+    with pytest.raises(forkd.ForkdError):
+        list(EventLines().feed(b"event: lagged\ndata: []\n\n"))
 
 
 def test_events_are_read_across_parts_and_a_lag_is_reported():

@@ -1,14 +1,16 @@
 """A daemon that stalls, resets, answers half or refuses: an error whose text says what to do, and never a hang."""
 
 import asyncio
+import json
 import socket
 import threading
 import time
+import traceback
 
 import pytest
 
 import forkd
-from forkd import AsyncClient, Client, Sandbox
+from forkd import AsyncClient, AsyncSandbox, Client, Sandbox
 
 ERROR = {"error": "why, and what to do", "request_id": "r1"}
 
@@ -107,11 +109,6 @@ def test_no_daemon_at_a_unix_socket(tmp_path):
         Client("unix://%s/forkd.sock" % tmp_path).health()
 
 
-def test_an_address_of_another_kind_is_refused():
-    with pytest.raises(forkd.InvalidRequestError, match="FORKD_URL"):
-        Client("localhost:8889")
-
-
 def test_a_wrong_token_names_the_variable(server):
     misbehave(server, lambda request, connection: connection.reply(401, dict(ERROR, code="unauthorized")))
     error = both(server, lambda client: client.get_tree())
@@ -179,8 +176,19 @@ def test_a_file_that_is_cut_in_the_middle_is_a_broken_stream(server, client, tmp
     box = Sandbox.connect("sb1", client=client)
     with pytest.raises(forkd.StreamBrokenError):
         box.files.read("/f", "stream").read()
-    with pytest.raises(forkd.StreamBrokenError):
-        box.files.download("/f", tmp_path / "f")
+    (tmp_path / "old").write_text("as it was")
+    for target in ("f", "old"):
+        with pytest.raises(forkd.StreamBrokenError):
+            box.files.download("/f", tmp_path / target)
+
+    async def use():
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            box = await AsyncSandbox.connect("sb1", client=client)
+            with pytest.raises(forkd.StreamBrokenError):
+                await box.files.download("/f", tmp_path / "f")
+
+    asyncio.run(use())
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "as it was"
 
 
 @pytest.mark.parametrize("reply", [b"", b'{"pong": tr', b"[]\n", b'{"of": "another kind"}\n'])
@@ -198,6 +206,32 @@ def test_an_agent_port_that_answers_half_is_an_error(reply):
             Sandbox(target=target, timeout=5, spawn=False).ping()
 
 
+def test_what_an_agent_port_cannot_do_is_refused():
+    box = Sandbox(target="127.0.0.1:1", spawn=False)
+    for word, more in (("stdin", {"stdin": "x"}), ("cwd", {"cwd": "/"}), ("envs", {"envs": {"A": "1"}}), ("user", {"user": "u"})):
+        with pytest.raises(forkd.InvalidRequestError, match=word + r": use Sandbox.connect\(id\)"):
+            box.commands.run("x", **more)
+    with pytest.raises(forkd.InvalidRequestError, match=r"Sandbox.connect\(id\)"):
+        box.files.read("/etc/passwd")
+    with pytest.raises(forkd.InvalidRequestError, match=r"Sandbox.connect\(id\)"):
+        box.commands.run("x", background=True)
+
+
+def test_an_evaluation_at_an_agent_port_has_its_timeout():
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            asked.append(json.loads(connection.recv(4096)))
+            connection.sendall(b'{"result": "42", "exit_code": 0}\n')
+
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        target = "127.0.0.1:%d" % listener.getsockname()[1]
+        assert Sandbox(target=target, timeout=5, spawn=False).eval("6 * 7", 90) == "42"
+    assert asked == [{"action": "eval", "code": "6 * 7", "timeout": 90}]
+
+
 def test_an_agent_port_that_stalls_is_a_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         target = "127.0.0.1:%d" % listener.getsockname()[1]
@@ -212,3 +246,68 @@ def test_wait_for_daemon_ends(server):
     server.stop()
     with pytest.raises(forkd.DaemonUnreachableError):
         Client(server.url).wait_for_daemon(0.3)
+
+
+@pytest.mark.parametrize("url, why", [
+    ("localhost:8889", ""), ("http://host:x", "port"), ("http://[::1", "IPv6"), ("http://", ""), ("http://host:99999", "range"),
+    ("http://ho\x01st", "character"), ("unix://", "")])
+def test_an_address_that_is_none_is_refused_with_the_reason(url, why, monkeypatch):
+    monkeypatch.setenv("FORKD_URL", url)
+    for kind in (Client, AsyncClient):
+        with pytest.raises(forkd.InvalidRequestError, match="give http://HOST:PORT") as refused:
+            kind()
+        assert why in refused.value.message
+
+
+def test_the_newline_behind_a_token_is_dropped(server, monkeypatch):
+    monkeypatch.setenv("FORKD_TOKEN", "  secret\n")
+    monkeypatch.setenv("FORKD_URL", server.url + "\n")
+    server.alive.add("sb1")
+    Client().get_sandbox("sb1")
+    assert server.requests[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("token", ["sec\nret", "sécret", "sec ret", "secret\x7f"])
+def test_a_token_that_cannot_be_one_is_refused_and_not_shown(server, token):
+    for kind in (Client, AsyncClient):
+        with pytest.raises(forkd.InvalidRequestError, match="forkd token print") as refused:
+            kind(server.url, token)
+        shown = "".join(traceback.format_exception(type(refused.value), refused.value, None))
+        assert "ret" not in shown
+
+
+def test_a_client_without_time_is_refused():
+    for kind in (Client, AsyncClient):
+        with pytest.raises(forkd.InvalidRequestError, match="timeout"):
+            kind(timeout=0)
+
+
+@pytest.mark.parametrize("what", ["fork", "create"])
+def test_a_fork_that_stalls_takes_some_times_the_timeout_of_the_client(server, what, monkeypatch):
+    """The daemon says nothing to the first request, and to a later one that it still works."""
+    monkeypatch.setattr("forkd.steps.CLEAN_UP_SECONDS", 0.5)
+    monkeypatch.setattr("forkd.steps.DOUBTFUL_SECONDS", 0.5)
+    server.alive.add("sb1")
+
+    def script(request, connection):
+        if request.method != "POST":
+            return False
+        if len([r for r in server.requests if r.key == request.key]) == 1:
+            server.stopped.wait()
+        connection.reply(409, dict(ERROR, code="idempotency_in_progress"))
+        return True
+
+    def use(client):
+        if what == "create":
+            kind = Sandbox if isinstance(client, Client) else AsyncSandbox
+            return kind.create("parent", client=client)
+        if isinstance(client, Client):
+            return Sandbox.connect("sb1", client=client).fork(2)
+        return fork(client)
+
+    async def fork(client):
+        await (await AsyncSandbox.connect("sb1", client=client)).fork(2)
+
+    server.script = script
+    error = both(server, use, timeout=0.2)
+    assert isinstance(error, forkd.TimeoutError) and "longer timeout" in error.message

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -9,11 +10,14 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
+import weakref
 
 import pytest
 
 import forkd
 from forkd import AsyncClient, AsyncSandbox, Client, Sandbox, Snapshot
+from forkd.calls import Sleep
 
 
 def until(condition, seconds=20):
@@ -281,6 +285,33 @@ def test_a_client_works_in_one_loop_after_the_other(server):
     assert not server.alive
 
 
+def test_a_client_drops_the_loops_that_have_closed_and_their_sockets(server):
+    client = AsyncClient(server.url)
+    loops = weakref.WeakSet()
+
+    async def use():
+        loops.add(asyncio.get_running_loop())
+        await asyncio.gather(*[client.health() for _ in range(3)])
+        return open_now()
+
+    def open_now():
+        return len(os.listdir("/proc/self/fd"))
+
+    with contextlib.ExitStack() as stack:
+        gc.disable()
+        stack.callback(gc.enable)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", ResourceWarning)
+        asyncio.run(use())
+        first = asyncio.run(use())
+        for _ in range(8):
+            last = asyncio.run(use())
+        gc.collect()
+    # The server is in this process: a connection has two ends here.
+    assert last <= first + 8, (first, last)
+    assert len(loops) <= 1
+
+
 def test_a_forked_process_has_connections_of_its_own(server):
     program = """
         import os
@@ -311,7 +342,7 @@ def test_a_lost_reply_of_a_create_is_asked_for_again(server, client):
 
 
 def test_a_create_that_times_out_leaves_nothing(server, monkeypatch):
-    monkeypatch.setattr("forkd.routes.LONG", 0.0)
+    monkeypatch.setattr("forkd.routes.LONG", 1.0)
     server.delay = 1.0
     with pytest.raises(forkd.TimeoutError):
         Sandbox.create("parent", client=Client(server.url, timeout=0.3))
@@ -335,7 +366,20 @@ def test_children_of_a_fork_that_fails_in_part_are_ended(server, client):
         box.fork(2)
     assert error.value.code == "limit_reached" and error.value.errors == ["no room: end a sandbox"]
     assert server.alive == {box.id}
-    assert [child.id for child in box.fork(2, on_error="return")] == ["sb9"]
+    forked = box.fork(2, on_error="return")
+    assert [child.id for child in forked] == ["sb9"]
+    assert [(type(error), error.message) for error in forked.errors] == [(forkd.QuotaError, "no room: end a sandbox")]
+
+    async def use():
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            forked = await (await AsyncSandbox.connect(box.id, client=client)).fork(2, on_error="return")
+            return [child.id for child in forked], forked.errors[0].code
+
+    assert asyncio.run(use()) == (["sb9"], "limit_reached")
+    with pytest.raises(forkd.InvalidRequestError, match="'raise', 'return'"):
+        box.fork(2, on_error="ignore")
+    with pytest.raises(forkd.InvalidRequestError, match="'live'"):
+        box.branch(mode="alive")
 
 
 def test_a_reader_that_is_left_closes_its_connection(server, client):
@@ -416,8 +460,11 @@ def test_the_best_one_is_kept_on_request(server, client):
     box = Sandbox.create("parent", client=client)
     best = box.best_of(3, lambda child, index: index, lambda value: -abs(value - 1), keep=True)
     assert best.value == 1 and server.alive == {box.id, best.sandbox.id}
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(forkd.AllFailedError, match="division by zero"):
         box.best_of(2, lambda child, index: index, lambda value: 1 / 0)
+    with pytest.raises(forkd.AllFailedError, match="not a number"):
+        box.best_of(2, lambda child, index: index, lambda value: float("nan"))
+    assert box.best_of(3, lambda child, index: index, lambda value: 1 / (value - 2)).value == 0
     assert server.alive == {box.id, best.sandbox.id}
 
 
@@ -439,3 +486,175 @@ def test_at_most_so_many_run_at_the_same_time(server, client):
     assert len(server.alive) == 7
     with pytest.raises(forkd.InvalidRequestError):
         box.try_each([work], parallel=0)
+
+
+def forks(server, asynchronous, timeout=1.0):
+    """Forks two children of `sb-source`, as a call that a test may do; the client's timeout is `timeout`."""
+    server.alive.add("source")
+    if not asynchronous:
+        client = Client(server.url, timeout=timeout)
+        return [child.id for child in Sandbox.connect("source", client=client).fork(2)]
+
+    async def main():
+        async with AsyncClient(server.url, timeout=timeout) as client:
+            return [child.id for child in await (await AsyncSandbox.connect("source", client=client)).fork(2)]
+
+    return asyncio.run(main())
+
+
+def first_fork_breaks(server, then=lambda: None):
+    """The connection of the first fork breaks while the daemon works on it."""
+    broken = []
+
+    def script(request, connection):
+        if not request.path.endswith("/fork") or broken:
+            return False
+        broken.append(request.key)
+        threading.Thread(target=server.answer, args=(request, Unsent()), daemon=True).start()
+        until(lambda: server.busy)
+        connection.reset()
+        then()
+        return True
+
+    server.script = script
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_fork_whose_connection_breaks_while_the_daemon_works_has_its_children(server, asynchronous):
+    server.delay = 1.5
+    first_fork_breaks(server)
+    children = forks(server, asynchronous)
+    assert len(children) == 2 == server.made and server.alive == {"source", *children}
+    assert len({request.key for request in server.requests if request.path.endswith("/fork")}) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_fork_that_is_under_way_for_too_long_is_undone(server, asynchronous, monkeypatch):
+    monkeypatch.setattr("forkd.routes.LONG", 1.0)
+    server.delay = 2.0
+    first_fork_breaks(server)
+    # Which of the two depends on when the connection breaks.
+    with pytest.raises((forkd.TimeoutError, forkd.StreamBrokenError)):
+        forks(server, asynchronous, timeout=0.5)
+    assert server.made == 2 and server.alive == {"source"}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("answers", [None, "shutting_down"])
+def test_a_fork_of_a_daemon_that_restarts_leaves_nothing(server, asynchronous, answers, monkeypatch):
+    """The daemon has forked, and then refuses connections, or requests, for longer than the call is sent again."""
+    refused, sleeps = [], []
+
+    def sleep(seconds):
+        # The clean-up has been refused, too.
+        sleeps.append(seconds)
+        if len(sleeps) == 2:
+            server.go_on()
+        yield Sleep(seconds)
+
+    def script(request, connection):
+        if request.path.endswith("/fork") and not refused:
+            refused.append(request)
+            server.answer(request, Unsent())
+            if answers is None:
+                server.pause()
+            connection.reset()
+        elif answers is not None and len(refused) < 8 and request.path != "/v1/sandboxes/source":
+            refused.append(request)
+            connection.reply(503, {"error": "it stops", "code": answers, "request_id": "r"}, [("retry-after", "0")])
+        else:
+            return False
+        return True
+
+    server.script = script
+    if answers is None:
+        monkeypatch.setattr("forkd.steps.sleep", sleep)
+    with pytest.raises(forkd.DaemonUnreachableError if answers is None else forkd.BusyError):
+        forks(server, asynchronous)
+    assert server.made == 2 and server.alive == {"source"}
+
+
+def test_an_interrupt_while_nothing_listens_ends_the_program_soon(server, monkeypatch):
+    monkeypatch.setattr("forkd.steps.DOUBTFUL_SECONDS", 0.5)
+    client = Client(server.url)
+    server.stop()
+    monkeypatch.setattr(client, "send", interrupt_once(client.send))
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Sandbox.create("parent", client=client)
+    assert time.monotonic() - begun < 30
+
+
+def interrupt_once(send):
+    interrupts = [KeyboardInterrupt()]
+
+    def sending(call):
+        if interrupts:
+            raise interrupts.pop()
+        return send(call)
+
+    return sending
+
+
+def unkillable(server, *ids):
+    """The daemon fails to end these."""
+
+    def script(request, connection):
+        if request.method != "DELETE" or request.path.split("/")[-1] not in ids:
+            return False
+        connection.reply(500, {"error": "the host failed", "code": "internal", "request_id": "r"})
+        return True
+
+    server.script = script
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_came_of_the_callables_is_not_lost_when_a_child_cannot_be_ended(server, client, asynchronous):
+    def use(box):
+        with pytest.warns(RuntimeWarning, match="sb1 still runs.*the host failed.*kill"):
+            outcomes = box.try_each([lambda child: child.id, lambda child: 1 / 0])
+        with pytest.warns(RuntimeWarning, match="sb3 still runs"):
+            best = box.best_of(2, lambda child, index: child.id, lambda id: id == "sb4")
+        with pytest.warns(RuntimeWarning, match="sb5 still runs"):
+            first = box.first_success([lambda child: child.id])
+        return [outcome.value for outcome in outcomes], best.value, first.value
+
+    async def use_async():
+        async def name(child, index=0):
+            return child.id
+
+        async def fail(child):
+            1 / 0
+
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            box = await AsyncSandbox.create("parent", client=client)
+            with pytest.warns(RuntimeWarning, match="sb1 still runs.*the host failed.*kill"):
+                outcomes = await box.try_each([name, fail])
+            with pytest.warns(RuntimeWarning, match="sb3 still runs"):
+                best = await box.best_of(2, name, lambda id: id == "sb4")
+            with pytest.warns(RuntimeWarning, match="sb5 still runs"):
+                first = await box.first_success([name])
+            return [outcome.value for outcome in outcomes], best.value, first.value
+
+    unkillable(server, "sb1", "sb3", "sb5")
+    found = asyncio.run(use_async()) if asynchronous else use(Sandbox.create("parent", client=client))
+    assert found == (["sb1", None], "sb4", "sb5") and server.alive == {"sb0", "sb1", "sb3", "sb5"}
+
+
+def test_a_callable_that_cancels_itself_has_failed_and_the_others_go_on(server):
+    async def cancels(child):
+        raise asyncio.CancelledError
+
+    async def works(child):
+        await asyncio.sleep(0.1)
+        return await child.eval("1")
+
+    async def main():
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            async with await AsyncSandbox.create("parent", client=client) as box:
+                outcomes = await box.try_each([cancels, works])
+                first = await box.first_success([cancels, works])
+                return [type(outcome.error) for outcome in outcomes], outcomes[1].value, first.value
+
+    assert asyncio.run(main()) == ([asyncio.CancelledError, type(None)], 42, 42)
+    assert not server.alive

@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 import re
+import types
+import typing
 
 import pytest
 
@@ -75,15 +77,71 @@ def test_every_parameter_of_a_query_can_be_given(method, path, operation):
 
 
 def properties(schema):
-    """The fields of a schema, with those of the parts it consists of: name → required."""
+    """The fields of a schema, with those of the parts it consists of: name → (required, type)."""
     if "$ref" in schema:
         return properties(SCHEMAS[schema["$ref"].split("/")[-1]])
     fields = {}
     for part in schema.get("allOf", []):
         fields.update(properties(part))
     required = schema.get("required", [])
-    fields.update({name: name in required for name in schema.get("properties", {})})
+    fields.update({name: (name in required, type_of(field)) for name, field in schema.get("properties", {}).items()})
     return fields
+
+
+def type_of(schema):
+    """The type of a schema, as text: such as `list[str]`, `None | int`, or the name of an object."""
+    if "$ref" in schema:
+        name = schema["$ref"].split("/")[-1]
+        enum = SCHEMAS[name].get("enum")
+        return union(map(repr, enum)) if enum and name != "ErrorCode" else "str" if name == "ErrorCode" else name
+    if "oneOf" in schema:
+        return union(type_of(part) for part in schema["oneOf"])
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return union(type_of(dict(schema, type=one)) for one in kind)
+    if kind == "array":
+        return "list[%s]" % type_of(schema["items"])
+    if kind == "object":
+        # An object of which the document says nothing is any JSON.
+        return "dict[%s]" % type_of(schema["additionalProperties"]) if "additionalProperties" in schema else "Any"
+    plain = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None", None: "Any"}
+    return plain[kind]
+
+
+def type_here(hint):
+    """The same of an annotation."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return union(map(type_here, arguments))
+    if origin is typing.Literal:
+        return union(map(repr, arguments))
+    if origin is list:
+        return "list[%s]" % type_here(*arguments)
+    if origin is dict:
+        assert arguments[0] is str
+        return "dict[%s]" % type_here(arguments[1])
+    return {type(None): "None", typing.Any: "Any"}.get(hint) or hint.__name__
+
+
+def union(types):
+    parts = sorted({part for text in types for part in text.split(" | ")})
+    return "Any" if "Any" in parts else " | ".join(parts)
+
+
+def test_types_are_told_apart():
+    for hint, schema in [
+        (str, {"type": "string"}),
+        (int, {"type": "integer"}),
+        (float, {"type": "number"}),
+        (bool, {"type": "boolean"}),
+        (typing.Optional[int], {"type": ["integer", "null"]}),
+        (list[str], {"type": "array", "items": {"type": "string"}}),
+        (dict[str, str], {"type": "object", "additionalProperties": {"type": "string"}}),
+        (models.OnTimeout, {"$ref": "#/components/schemas/OnTimeout"}),
+        (models.SandboxInfo, {"oneOf": [{"$ref": "#/components/schemas/SandboxInfo"}]}),
+    ]:
+        assert type_here(hint) == type_of(schema)
+    assert len({type_here(hint) for hint in (str, int, float, typing.Optional[int], list[int], models.Tree, models.OnTimeout)}) == 7
 
 
 def test_every_type_of_the_document_is_in_the_client():
@@ -93,19 +151,23 @@ def test_every_type_of_the_document_is_in_the_client():
 
 @pytest.mark.parametrize("name", [name for name in SCHEMAS if dataclasses.is_dataclass(getattr(models, name, None))])
 def test_the_fields_of_a_reply_are_those_of_the_document(name):
-    fields = {f.name: f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(getattr(models, name))}
-    assert fields == properties(SCHEMAS[name])
+    cls = getattr(models, name)
+    hints = typing.get_type_hints(cls)
+    required = {f.name: f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(cls)}
+    assert {name: (required[name], type_here(hints[name])) for name in required} == properties(SCHEMAS[name])
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMAS if hasattr(requests, name)])
 def test_the_fields_of_a_request_are_those_of_the_document(name):
-    hints = inspect.get_annotations(getattr(requests, name)) if hasattr(inspect, "get_annotations") else {}
-    for base in reversed(getattr(requests, name).__mro__):
-        hints.update(getattr(base, "__annotations__", {}))
-    assert set(hints) == set(properties(SCHEMAS[name]))
-    for field, required in properties(SCHEMAS[name]).items():
-        optional = "NotRequired" in str(hints[field]) or (name, field) == ("MoveRequest", "user")
-        assert required != optional, field
+    # The package imports some names only for type checkers.
+    names = {**vars(models), **vars(requests), "NotRequired": typing.NotRequired}
+    hints = typing.get_type_hints(getattr(requests, name), None, names, include_extras=True)
+    here = {}
+    for field, hint in hints.items():
+        optional = typing.get_origin(hint) is typing.NotRequired or (name, field) == ("MoveRequest", "user")
+        hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.NotRequired else hint
+        here[field] = (not optional, type_here(hint))
+    assert here == properties(SCHEMAS[name])
 
 
 @pytest.mark.parametrize("name", [name for name, schema in SCHEMAS.items() if schema.get("enum") and name != "ErrorCode"])
@@ -149,7 +211,7 @@ def test_asyncio_has_the_same_methods_with_the_same_parameters(sync, of_asyncio)
     def names(cls):
         return {name for name in vars(cls) if not name.startswith("_")}
 
-    extra, here_only = {"run_blocking", "kill_all_blocking"}, {"connect"} if sync is client.Client else set()
+    extra, here_only = {"run_blocking"}, {"connect"} if sync is client.Client else set()
     assert names(of_asyncio) - extra == names(sync) - here_only
     for name in names(sync) - here_only:
         here, there = vars(sync)[name], vars(of_asyncio)[name]

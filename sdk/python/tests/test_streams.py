@@ -10,7 +10,7 @@ import time
 import pytest
 
 import forkd
-from forkd import AsyncClient, AsyncSandbox, Client, Sandbox
+from forkd import AsyncClient, AsyncSandbox, Client, Sandbox, e2b
 from forkd.exec_stream import WINDOW
 from server import Server
 
@@ -228,6 +228,120 @@ def test_input_waits_for_room_in_the_window(server, box):
     assert b"".join(received) == data
 
 
+def test_output_is_reported_while_input_is_sent(server, box):
+    """The command takes the rest of its input when the program has seen its output."""
+
+    def then(connection, first):
+        started(connection, first)
+        size = 0
+        while size < len(data):
+            message = connection.read_frame()
+            size += len(message) - 1
+            if size == WINDOW:
+                connection.frame(b"\x01so far")
+                answered.append(seen.wait(20))
+                connection.event(event="stdin_ack", bytes=WINDOW)
+        connection.read_frame()
+        connection.event(event="exit", exit_code=0)
+
+    async def use(box):
+        await box.commands.run("x", stdin=data, on_stdout=lambda text: seen.set())
+
+    data, seen, answered = b"x" * (WINDOW + 1), threading.Event(), []
+    stream(server, then)
+    client = Client(server.url, timeout=30.0)
+    Sandbox.connect("sb1", client=client).commands.run("x", stdin=data, on_stdout=lambda text: seen.set())
+    seen.clear()
+
+    async def main():
+        async with AsyncClient(server.url, timeout=30.0) as client:
+            await use(await AsyncSandbox.connect("sb1", client=client))
+
+    asyncio.run(main())
+    assert answered == [True, True]
+
+
+def test_a_stream_that_is_cancelled_before_its_first_message_is_closed(server, monkeypatch):
+    closed = []
+
+    def script(request, connection):
+        if not request.path.endswith("/exec/stream"):
+            return False
+        connection.upgrade(request)
+        closed.append(connection.socket.recv(1) == b"")
+        return True
+
+    async def cancelled(self, message):
+        raise asyncio.CancelledError
+
+    def interrupted(self, message):
+        raise KeyboardInterrupt
+
+    server.alive.add("sb1")
+    server.script = script
+    monkeypatch.setattr("websockets.asyncio.client.ClientConnection.send", cancelled)
+    monkeypatch.setattr("websockets.sync.client.ClientConnection.send", interrupted)
+    with pytest.raises(asyncio.CancelledError):
+        run_async(server, lambda box: box.commands.run("x", background=True))
+    with pytest.raises(KeyboardInterrupt):
+        Sandbox.connect("sb1", client=Client(server.url, timeout=5.0)).commands.run("x", background=True)
+    end = time.monotonic() + 20
+    while len(closed) < 2:
+        assert time.monotonic() < end, "a connection stays"
+        time.sleep(0.02)
+    # The blocking one closes in the words of WebSockets.
+    assert closed[0]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_that_is_no_time_is_refused(server, box, timeout):
+    calls = [lambda: box.commands.run("x", timeout=timeout), lambda: box.commands.run("x", timeout, on_stdout=str),
+             lambda: box.eval("1", timeout), lambda: box.run_code("1", timeout), lambda: box.fork(1, timeout=timeout),
+             lambda: box.set_timeout(timeout), lambda: Sandbox.create("parent", idle_timeout=timeout, client=box.client)]
+    for call in calls:
+        with pytest.raises(forkd.InvalidRequestError, match="above 0, or None"):
+            call()
+
+    async def use(box):
+        for call in (lambda: box.commands.run("x", timeout), lambda: box.eval("1", timeout)):
+            with pytest.raises(forkd.InvalidRequestError, match="above 0, or None"):
+                await call()
+
+    run_async(server, use)
+    assert {request.method for request in server.requests} <= {"GET"}
+
+
+def test_no_timeout_is_none_and_in_the_shape_of_e2b_also_0(server, box):
+    firsts = []
+
+    def then(connection, first):
+        firsts.append(first)
+        started(connection, first)
+        connection.event(event="exit", exit_code=0)
+
+    async def use(box):
+        await box.commands.run("x", timeout=None)
+        box = e2b.AsyncSandbox(box)
+        await box.commands.run("x", timeout=0)
+        await box.run_code("1", timeout=0)
+        with pytest.raises(forkd.InvalidRequestError):
+            await box.native.commands.run("x", timeout=0)
+
+    stream(server, then)
+    box.commands.run("x", timeout=None)
+    box.eval("1", timeout=None)
+    e2b.Sandbox(box).commands.run("x", timeout=0)
+    e2b.Sandbox(box).run_code("1", timeout=0)
+    with pytest.raises(forkd.InvalidRequestError):
+        box.commands.run("x", timeout=0)
+    run_async(server, use)
+    assert len(firsts) == 4 and not any("timeout_secs" in first for first in firsts)
+    evals = [request.json["timeout_secs"] for request in server.requests if request.path.endswith("/eval")]
+    assert len(evals) == 3 and min(evals) >= 86400
+    box.commands.run("x", timeout=0.2)
+    assert server.requests[-1].json["timeout_secs"] == 1
+
+
 def test_one_thread_reads_while_another_one_writes(server, box):
     def then(connection, first):
         started(connection, first)
@@ -275,3 +389,22 @@ def test_signals_sizes_and_the_end_of_input_are_messages(server, box):
         {"type": "signal", "signal": "SIGKILL"},
     ]
     handle.kill()
+
+
+def test_a_command_that_ended_is_known_also_after_its_time(server, box):
+    """The program does other things until the time of the command, and of the daemon's silence, is over."""
+
+    def then(connection, first):
+        started(connection, first)
+        connection.frame(b"\x01done")
+        connection.event(event="exit", exit_code=0)
+
+    async def use(box):
+        handle = await box.commands.run("x", timeout=1, background=True)
+        time.sleep(2.5)
+        return await handle.wait()
+
+    stream(server, then)
+    handle = box.commands.run("x", timeout=1, background=True)
+    time.sleep(2.5)
+    assert handle.wait().stdout == "done" == run_async(server, use).stdout

@@ -44,6 +44,7 @@ from .errors import (
     PermissionDeniedError,
     QuotaError,
     RateLimitError,
+    RollbackError,
     SandboxEndedError,
     SandboxPausedError,
     SnapshotNotReadyError,
@@ -51,6 +52,7 @@ from .errors import (
     TimeoutError,
 )
 from .exec_stream import CommandResult, Output
+from .forked import Forked
 from .models import SandboxInfo, SnapshotInfo
 from .reference import Controller, ControllerError
 from .sandbox import Sandbox
@@ -82,6 +84,7 @@ __all__ = [
     "Execution",
     "ForkError",
     "ForkdError",
+    "Forked",
     "GuestError",
     "InvalidRequestError",
     "NotFoundError",
@@ -90,6 +93,7 @@ __all__ = [
     "PermissionDeniedError",
     "QuotaError",
     "RateLimitError",
+    "RollbackError",
     "Sandbox",
     "SandboxEndedError",
     "SandboxInfo",

@@ -22,7 +22,7 @@ from .errors import DaemonUnreachableError
 from .models import Event, Health
 from .sockets import open_async_socket
 from .sse import EventLines, Lagged
-from .wire import Address, Attempts, failure_error, read_timeout, reply_error
+from .wire import Address, Attempts, failure_error, reply_error
 
 if TYPE_CHECKING:
     from typing_extensions import Concatenate, ParamSpec
@@ -44,6 +44,39 @@ def operation(
     return method
 
 
+class _Connections:
+    """The connections of one event loop."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    async def request(self, method: str, url: str, **options: Any) -> httpx.Response:
+        response = await self.http.request(method, url, **options)
+        self._note(response)
+        return response
+
+    @asynccontextmanager
+    async def stream(self, method: str, url: str, **options: Any) -> AsyncGenerator[httpx.Response, None]:
+        async with self.http.stream(method, url, **options) as response:
+            self._note(response)
+            yield response
+
+    def _note(self, response: httpx.Response) -> None:
+        stream = response.extensions.get("network_stream")
+        if stream is not None:
+            self._streams.add(stream)
+
+    def drop(self) -> None:
+        """Closes the sockets of a loop that has closed: nothing can be awaited there any more."""
+        for stream in list(self._streams):
+            # What asyncio shows of a socket has no `close`, and its own transport closes only as garbage.
+            shown = stream.get_extra_info("socket")
+            real = getattr(shown, "_sock", None)
+            if real is not None:
+                real.close()
+
+
 class AsyncClient:
     """A connection to a daemon for asyncio, with the arguments and the methods of `Client`.
 
@@ -59,9 +92,7 @@ class AsyncClient:
     ) -> None:
         self.address = Address.find(url, token, timeout, cacert)
         self._options = self.address.transport()
-        self._of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._of_loop: dict[asyncio.AbstractEventLoop, _Connections] = {}
 
     health = operation(routes.health)
     version = operation(routes.version)
@@ -120,17 +151,19 @@ class AsyncClient:
     delete_token = operation(routes.delete_token)
     rotate_token = operation(routes.rotate_token)
 
-    @property
-    def _http(self) -> httpx.AsyncClient:
-        """The connections of the running loop: those of a closed loop cannot be used any more."""
+    def _connections(self) -> _Connections:
+        """The connections of the running loop. Those of a loop that has closed cannot be used any more, and go."""
         loop = asyncio.get_running_loop()
-        http = self._of_loop.get(loop)
-        if http is None:
+        connections = self._of_loop.get(loop)
+        if connections is None:
+            for other in list(self._of_loop):
+                if other.is_closed():
+                    self._of_loop.pop(other).drop()
             transport = httpx.AsyncHTTPTransport(**self._options)
             # The daemon is on this host or in this network: a proxy of the environment does not lead to it.
             http = httpx.AsyncClient(transport=transport, headers=self.address.headers, trust_env=False)
-            self._of_loop[loop] = http
-        return http
+            connections = self._of_loop[loop] = _Connections(http)
+        return connections
 
     async def wait_for_daemon(self, timeout: float = 30.0) -> Health:
         """Returns as soon as a daemon answers, at the latest after `timeout` seconds."""
@@ -149,12 +182,12 @@ class AsyncClient:
         headers, content = call.payload()
         while True:
             try:
-                response = await self._http.request(
+                response = await self._connections().request(
                     call.method,
                     self.address.base + call.target,
                     headers=headers,
                     content=content if content is None or isinstance(content, bytes) else _in_turn(content),
-                    timeout=read_timeout(self.address, call),
+                    timeout=attempts.timeout,
                 )
             except httpx.HTTPError as failure:
                 wait = attempts.after_failure(failure)
@@ -177,7 +210,8 @@ class AsyncClient:
                 try:
                     reply = await (asyncio.sleep(step.seconds) if isinstance(step, Sleep) else self.send(step))
                 except BaseException as error:
-                    if loop_is_closing(error):
+                    # A generator that closes has no await in the middle: here it is a coroutine, which may wait no more.
+                    if isinstance(error, GeneratorExit) or loop_is_closing(error):
                         return self.run_blocking(_thrown(steps, error))
                     if isinstance(error, asyncio.CancelledError):
                         return await finish(self.run(_thrown(steps, error)))
@@ -201,7 +235,7 @@ class AsyncClient:
         headers, content = call.payload()
         limit = httpx.Timeout(self.address.timeout, read=timeout)
         try:
-            async with self._http.stream(
+            async with self._connections().stream(
                 call.method,
                 self.address.base + call.target,
                 headers=headers,
@@ -254,9 +288,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connections of the running loop. Sandboxes go on."""
-        http = self._of_loop.pop(asyncio.get_running_loop(), None)
-        if http is not None:
-            await http.aclose()
+        connections = self._of_loop.pop(asyncio.get_running_loop(), None)
+        if connections is not None:
+            await connections.http.aclose()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -266,14 +300,15 @@ class AsyncClient:
 
 
 def loop_is_closing(error: Optional[BaseException]) -> bool:
-    """Whether nothing can be awaited any more, because the coroutine or its event loop closes."""
-    if isinstance(error, GeneratorExit):
-        return True
+    """Whether nothing can be awaited any more, because a coroutine closes without its event loop.
+
+    A generator that closes while its loop runs may wait, and must: a clean-up that blocks would block all other tasks.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return True
-    return False
+    return isinstance(error, GeneratorExit) and asyncio.current_task() is None
 
 
 async def finish(work: Coroutine[object, object, T]) -> T:

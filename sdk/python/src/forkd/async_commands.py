@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import AsyncIterator, Awaitable, Callable, Literal, Mapping, Optional, Protocol, Union, overload
 
 from . import exec_stream, requests
 from .command import DEFAULT, Command, Plan, Pty, Timeout, checked, result_of
 from .errors import ForkdError, InvalidRequestError
-from .exec_stream import CommandResult, ExecStream, Output
+from .exec_stream import CommandResult, ExecStream, OnText, Output, report
 from .models import ExecReply
 
-OnText = Callable[[str], object]
+# The seconds that it may take to read what has arrived already.
+ARRIVED = 0.2
 
 
 class Socket(Protocol):
@@ -75,9 +77,7 @@ class AsyncCommandHandle:
     async def wait(self, on_stdout: Optional[OnText] = None, on_stderr: Optional[OnText] = None) -> CommandResult:
         """Waits for the end, and raises `CommandError` for a status other than 0 (not with `check=False`)."""
         async for output in self:
-            callback = on_stdout if output.stream == "stdout" else on_stderr
-            if callback is not None and output.text:
-                callback(output.text)
+            report(output, on_stdout, on_stderr)
         result = self._stream.result
         if result is None:
             raise ForkdError("the command has neither a result nor an error")
@@ -86,19 +86,28 @@ class AsyncCommandHandle:
 
     async def send_stdin(self, data: Union[str, bytes]) -> None:
         """Sends input. Waits while the command has not taken what came before."""
-        rest = data.encode() if isinstance(data, str) else data
+        await self._input(data.encode() if isinstance(data, str) else data, None)
+
+    async def _input(self, rest: bytes, take: Optional[Callable[[Output], None]]) -> None:
+        """Sends input. `take` gets the output that comes meanwhile."""
         async with self._writing:
             while rest:
-                await self._until(lambda: self._stream.room > 0 or self._stream.over)
+                while take is not None and self._stream.output:
+                    take(self._stream.output.popleft())
+                await self._until(
+                    lambda: self._stream.room > 0 or self._stream.over or bool(take and self._stream.output)
+                )
+                if self._stream.room == 0 and not self._stream.over:
+                    continue
                 await self._raise_if_over("its input is closed")
                 message, rest = self._stream.take(rest)
                 await self._send(message)
 
-    async def feed(self, data: bytes, end: bool) -> None:
-        """Sends input to a command that may end before it has read all of it."""
+    async def feed(self, data: bytes, end: bool, take: Optional[Callable[[Output], None]] = None) -> None:
+        """Sends input to a command that may end before it has read all of it. `take` gets the output meanwhile."""
         try:
             if data:
-                await self.send_stdin(data)
+                await self._input(data, take)
             if end:
                 await self.close_stdin()
         except InvalidRequestError:
@@ -160,7 +169,8 @@ class AsyncCommandHandle:
 
     async def _receive(self) -> Union[str, bytes, None]:
         try:
-            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            # A task that comes back after the deadline reads what has arrived meanwhile: the command may have ended.
+            left = None if self._deadline is None else max(ARRIVED, self._deadline - time.monotonic())
             return await asyncio.wait_for(self._socket.recv(), left)
         except asyncio.TimeoutError:
             await self._socket.close()
@@ -192,6 +202,8 @@ class AsyncCommands:
         self._execute = execute
         self._stream = stream
         self._check = check
+        # A timeout that means none, beside None.
+        self.no_limit: Optional[float] = None
 
     @overload
     async def run(
@@ -257,6 +269,7 @@ class AsyncCommands:
         """
         check = self._check if check is None else check
         streams = on_stdout is not None or on_stderr is not None
+        timeout = None if timeout == self.no_limit else timeout
         plan = Plan(cmd, cwd, envs or {}, user, timeout, stdin, background, pty, streams, keep)
         if plan.simple:
             result = result_of(await self._execute(plan.exec_request()))
@@ -264,7 +277,8 @@ class AsyncCommands:
         handle = await self._stream(plan.stream_request(), cmd, check)
         try:
             await handle.started()
-            await handle.feed(plan.input, end=plan.input_ends)
+            take = None if background else functools.partial(report, on_stdout=on_stdout, on_stderr=on_stderr)
+            await handle.feed(plan.input, plan.input_ends, take)
             return handle if background else await handle.wait(on_stdout, on_stderr)
         except BaseException:
             await handle.disconnect()

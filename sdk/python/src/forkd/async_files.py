@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, AsyncIterator, List, Literal, Optional, Union,
 
 from . import routes
 from .entries import DEEPEST, Data, Local, Transfer, bytes_of, join, local_entries, local_folder
-from .entries import octal, open_local, relative, set_mode
+from .entries import octal, open_local, relative
 from .errors import NotFoundError
 from .models import FileInfo, FileTree, FileWritten
 
@@ -164,8 +164,7 @@ class AsyncFiles:
 
     async def _fetch(self, remote: str, local: Path, mode: int, user: Optional[str], done: Transfer) -> None:
         async with await self.read(remote, "stream", user=user) as pieces:
-            with open_local(local) as file:
+            with open_local(local, mode) as file:
                 async for piece in pieces:
                     file.write(piece)
-        set_mode(local, mode)
         done.copied.append(str(local))

@@ -10,11 +10,13 @@ from . import async_trying, routes, steps
 from .changes import Change, changes
 from .async_client import AsyncClient, default_async_client, finish, loop_is_closing
 from .code import Execution, execution_of, value_of
-from .command import DEFAULT, Command, Timeout, seconds
+from .command import DEFAULT, Command, Timeout, eval_request
+from .errors import RollbackError
 from .async_commands import AsyncCommandHandle, AsyncCommands
 from .async_files import AsyncFiles
+from .forked import Forked
 from .models import EvalReply, ExecReply, OnTimeout, PingReply, SandboxInfo, SandboxState, Stats, Tree
-from .options import create_body, fork_body, label_filter, update_body
+from .options import BranchMode, OnError, branch_body, create_body, fork_body, label_filter, one_of, update_body
 from .async_snapshot import AsyncSnapshot
 from .steps import OnProgress
 from .trying import Outcome
@@ -38,7 +40,7 @@ class AsyncSandbox:
         self._info = info
         self._branches: list[str] = []
         self.commands = AsyncCommands(self._execute, self._stream)
-        self.files = AsyncFiles(client, info.id)
+        self._files = AsyncFiles(client, info.id)
 
     @classmethod
     def of(cls, info: SandboxInfo, client: Optional[AsyncClient] = None) -> Self:
@@ -117,6 +119,11 @@ class AsyncSandbox:
         return self._info.id
 
     @property
+    def files(self) -> AsyncFiles:
+        """Reads, writes, lists, copies files."""
+        return self._files
+
+    @property
     def client(self) -> AsyncClient:
         """The connection that this object uses."""
         return self._client
@@ -165,10 +172,6 @@ class AsyncSandbox:
         """Ends several sandboxes, all of them also if one fails."""
         await self._client.run(steps.kill([sandbox.id for sandbox in sandboxes]))
 
-    def kill_all_blocking(self, sandboxes: Sequence[AsyncSandbox]) -> None:
-        """The same without an event loop."""
-        self._client.run_blocking(steps.kill([sandbox.id for sandbox in sandboxes]))
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -180,7 +183,7 @@ class AsyncSandbox:
         else:
             await finish(self.kill())
 
-    async def eval(self, code: str, timeout: float = 30) -> Any:
+    async def eval(self, code: str, timeout: Optional[float] = 30) -> Any:
         """Evaluates Python in the warmed interpreter and returns the value of the last expression.
 
         A value that JSON has comes as itself, another one as its `repr`. Variables stay. Code that raises is an `EvalError`.
@@ -192,7 +195,7 @@ class AsyncSandbox:
         return value_of(await self._evaluate(code, timeout))
 
     async def run_code(
-        self, code: str, timeout: float = 30, on_stdout: Optional[Callable[[str], object]] = None
+        self, code: str, timeout: Optional[float] = 30, on_stdout: Optional[Callable[[str], object]] = None
     ) -> Execution:
         """Evaluates Python and returns value, output and error; an error of the code is not raised.
 
@@ -217,32 +220,30 @@ class AsyncSandbox:
         labels: Optional[Mapping[str, str]] = None,
         network: Optional[bool] = None,
         memory_limit_mib: Optional[int] = None,
-        on_error: str = "raise",
-    ) -> List[Self]:
+        on_error: OnError = "raise",
+    ) -> Forked[Self]:
         """Forks `n` children, all from this instant; the sandbox goes on.
 
-        All of them run, or there are none, and an error. With `on_error="return"` those that run are returned.
+        All of them run, or there are none, and an error. With `on_error="return"` those that run are returned, and the `errors`
+        of the list are those of the others.
 
         >>> await sandbox.eval("plan = ['read']")
         >>> one, other = await sandbox.fork(2)
         >>> await one.eval("plan + ['think']"), await other.eval("plan")
         (['read', 'think'], ['read'])
+        one_of("on_error", on_error, "raise", "return")
         >>> await asyncio.gather(one.kill(), other.kill())
         [None, None]
         """
         body = fork_body(n, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib)
+        one_of("on_error", on_error, "raise", "return")
         call = routes.fork_sandbox(self.id, body)
         infos = await self._client.run(steps.spawn(call, n, partial=on_error == "return"))
-        return [self.of(info, self._client) for info in infos]
+        return Forked([self.of(info, self._client) for info in infos], infos.errors)
 
-    async def branch(self, tag: Optional[str] = None, mode: str = "live", wait: bool = True) -> AsyncSnapshot:
+    async def branch(self, tag: Optional[str] = None, mode: BranchMode = "live", wait: bool = True) -> AsyncSnapshot:
         """Keeps this moment as a snapshot; the sandbox goes on. With `wait=False` it is written in the background."""
-        body: bodies.BranchRequest = {"mode": mode}
-        if tag is not None:
-            body["tag"] = tag
-        if not wait:
-            body["wait"] = False
-        info = await self._client.branch_sandbox(self.id, body)
+        info = await self._client.branch_sandbox(self.id, branch_body(tag, mode, wait))
         if mode != "disk":
             # A disk alone is nothing to go back to.
             self._branches.append(info.tag)
@@ -274,6 +275,8 @@ class AsyncSandbox:
     async def checkpoint(self, tag: Optional[str] = None) -> AsyncGenerator[AsyncSnapshot, None]:
         """A block that the sandbox forgets when it raises: it goes back to the beginning, and the exception goes on.
 
+        If it cannot go back, `RollbackError` says how to, and the snapshot of the beginning stays.
+
         >>> await sandbox.eval("x = 1")
         >>> try:
         ...     async with sandbox.checkpoint():
@@ -284,25 +287,32 @@ class AsyncSandbox:
         """
         branch = AsyncSnapshot(await self._client.run(steps.checkpoint(self.id, tag)), self._client)
         self._branches.append(branch.tag)
-        error: Optional[BaseException] = None
         try:
             yield branch
         except BaseException as raised:
-            error = raised
-            if not loop_is_closing(error):
-                await finish(self.rollback(branch.tag))
+            back = steps.forget(self.id, branch.tag)
+            try:
+                if loop_is_closing(raised):
+                    self._client.run_blocking(back)
+                else:
+                    await finish(self._client.run(back))
+            except RollbackError as error:
+                raise error from raised
+            self._left(branch.tag)
             raise
-        finally:
-            if branch.tag in self._branches:
-                self._branches.remove(branch.tag)
-            removal = steps.delete_quietly(branch.tag)
-            if loop_is_closing(error):
-                self._client.run_blocking(removal)
-            else:
-                await finish(self._client.run(removal))
+        self._left(branch.tag)
+        await finish(self._client.run(steps.delete_quietly(branch.tag)))
+
+    def _left(self, tag: str) -> None:
+        """A checkpoint is over: `rollback` does not go there any more."""
+        if tag in self._branches:
+            self._branches.remove(tag)
 
     async def diff(self, other: AsyncSandbox, path: str = "/") -> List[Change]:
-        """What differs below `path` in the files of `other`: what it added, removed and changed."""
+        """What differs below `path` in the files of `other`: what it added, removed and changed.
+
+        A file that one of the agents could not read, or that changed meanwhile, has the kind `unknown`.
+        """
         before = await self._client.file_tree(self.id, path, hash=True)
         return changes(before, await self._client.file_tree(other.id, path, hash=True))
 
@@ -311,7 +321,8 @@ class AsyncSandbox:
     ) -> List[Outcome[V, AsyncSandbox]]:
         """Runs each callable in a child of this moment, as tasks, at most `parallel` at a time.
 
-        The outcomes are in the order of the callables: a value or an error each. The children end, unless `keep`.
+        The outcomes are in the order of the callables: a value or an error each. The children end, unless `keep`. One that
+        cannot be ended is a `RuntimeWarning`.
 
         >>> ways = [lambda box: box.eval("6 * 7"), lambda box: box.eval("6 / 0")]
         >>> [outcome.ok for outcome in await sandbox.try_each(ways)]
@@ -327,7 +338,10 @@ class AsyncSandbox:
         keep: bool = False,
         parallel: Optional[int] = None,
     ) -> Outcome[V, AsyncSandbox]:
-        """Runs `step(child, index)` in `n` children; the highest `score(value)` wins. With `keep` the winner's sandbox goes on."""
+        """Runs `step(child, index)` in `n` children; the highest `score(value)` wins. With `keep` the winner's sandbox goes on.
+
+        An attempt that raises, or whose score does, has lost. If all have: `AllFailedError`.
+        """
         return await async_trying.best_of(self, n, step, score, keep, parallel)
 
     async def first_success(
@@ -336,8 +350,8 @@ class AsyncSandbox:
         """The first callable that returns wins; the other children are ended at once. If none does: `AllFailedError`."""
         return await async_trying.first_success(self, callables, keep, parallel)
 
-    async def _evaluate(self, code: str, timeout: float) -> EvalReply:
-        return await self._client.eval_code(self.id, {"code": code, "timeout_secs": seconds(timeout) or 1})
+    async def _evaluate(self, code: str, timeout: Optional[float]) -> EvalReply:
+        return await self._client.eval_code(self.id, eval_request(code, timeout))
 
     async def _execute(self, body: bodies.ExecRequest) -> ExecReply:
         return await self._client.exec_command(self.id, body)

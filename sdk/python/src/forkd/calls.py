@@ -44,7 +44,8 @@ class Call(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     # Whether the daemon does it only once however often it is sent, so that it may be sent again.
     repeatable: bool = False
-    # How many seconds the daemon may work on it beside the client's own timeout.
+    # How many seconds the daemon may work on it: the client's own timeout so many times, and these beside it.
+    times: float = 1.0
     patience: float = 0.0
 
     @property
@@ -55,6 +56,11 @@ class Call(Generic[T]):
             start, end = path.index("{"), path.index("}")
             path = path[:start] + quote(value, safe="") + path[end + 1 :]
         return path
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the daemon knows the request when it comes again, and answers what it did."""
+        return "idempotency-key" in self.headers
 
     @property
     def target(self) -> str:

@@ -7,13 +7,18 @@ from typing import Literal, Optional
 
 from .models import FileTree, FileTreeEntry
 
+Kind = Literal["added", "removed", "modified", "type", "mode", "unknown"]
+
 
 @dataclass(frozen=True)
 class Change:
-    """A file that differs: `before` is the entry here, `after` the entry there."""
+    """A file that differs: `before` is the entry here, `after` the entry there.
+
+    The kind is `unknown` if it may differ: the agent could not read it, or it changed meanwhile, as `incomplete` of an entry says.
+    """
 
     path: str
-    kind: Literal["added", "removed", "modified", "type", "mode"]
+    kind: Kind
     before: Optional[FileTreeEntry]
     after: Optional[FileTreeEntry]
 
@@ -36,15 +41,22 @@ def _key(entry: FileTreeEntry) -> tuple[str, str]:
     return entry.path, entry.path_base64 or ""
 
 
-def _kind(
-    old: Optional[FileTreeEntry], new: Optional[FileTreeEntry]
-) -> Optional[Literal["added", "removed", "modified", "type", "mode"]]:
+def _unknown(entry: FileTreeEntry) -> bool:
+    """Whether it may differ without a sign. A pseudo file system is the same in all sandboxes."""
+    return entry.incomplete is not None and entry.incomplete != "file_system"
+
+
+def _kind(old: Optional[FileTreeEntry], new: Optional[FileTreeEntry]) -> Optional[Kind]:
     if old is None:
         return "added"
     if new is None:
         return "removed"
     if old.kind != new.kind:
         return "type"
+    if old.kind == "file" and old.size != new.size:
+        return "modified"
+    if _unknown(old) or _unknown(new):
+        return "unknown"
     if old.kind == "file" and (old.size, old.sha256) != (new.size, new.sha256):
         return "modified"
     if (old.target, old.target_base64) != (new.target, new.target_base64):

@@ -11,7 +11,8 @@ import contextlib
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Optional
+import warnings
+from typing import TYPE_CHECKING, Mapping, Optional
 
 from . import routes, steps
 from .client import Client
@@ -26,8 +27,18 @@ EXIT_SECONDS = 10.0
 ANSWER_SECONDS = 5.0
 
 
+def warn_of(failed: Mapping[str, ForkdError]) -> None:
+    """Says which sandboxes still run because they could not be ended."""
+    for id, error in failed.items():
+        text = f"{id} still runs, because it could not be ended ({error}): end it with Sandbox.connect({id!r}).kill()"
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+
 class Children:
-    """The children of one fork. As a context manager it ends those that are left."""
+    """The children of one fork. As a context manager it ends those that are left.
+
+    One that cannot be ended is a warning: what came of the callables is not lost for it.
+    """
 
     def __init__(self, source: Sandbox, n: int) -> None:
         self._source = source
@@ -44,8 +55,11 @@ class Children:
         self._left = list(self.all)
 
     def end(self, child: Sandbox) -> None:
-        """Ends one of them."""
-        child.kill()
+        """Ends one of them. If that fails, it is tried again with those that are left."""
+        try:
+            child.kill()
+        except ForkdError:
+            return
         self.keep(child)
 
     def keep(self, child: Sandbox) -> None:
@@ -57,8 +71,10 @@ class Children:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._source.kill_all(self._left or [])
+        failed: dict[str, ForkdError] = {}
+        self._source.client.run(steps.kill([child.id for child in self._left or []], failed=failed))
         _owned.discard(self)
+        warn_of(failed)
 
     def end_at_exit(self, until: float) -> None:
         """Ends them from another thread than the one that owns them, until it is too late."""

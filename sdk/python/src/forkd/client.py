@@ -23,7 +23,7 @@ from .errors import DaemonUnreachableError
 from .models import Event, Health
 from .sockets import open_socket
 from .sse import EventLines, Lagged
-from .wire import Address, Attempts, failure_error, read_timeout, reply_error
+from .wire import Address, Attempts, failure_error, reply_error
 
 if TYPE_CHECKING:
     from typing_extensions import Concatenate, ParamSpec
@@ -151,7 +151,7 @@ class Client:
                     self.address.base + call.target,
                     headers=headers,
                     content=content,
-                    timeout=read_timeout(self.address, call),
+                    timeout=attempts.timeout,
                 )
             except httpx.HTTPError as failure:
                 wait = attempts.after_failure(failure)

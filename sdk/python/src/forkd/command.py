@@ -13,6 +13,8 @@ from .models import ExecReply
 
 # Seconds that a command may take when the caller does not say.
 TIMEOUT = 30.0
+# The longest timeout of the API, in seconds. It stands for none where the API needs one.
+LONGEST = 30 * 24 * 3600
 # The most characters of input that go into the request; more is streamed.
 SMALL = 65_536
 Pty = Union[bool, tuple[int, int]]
@@ -31,8 +33,16 @@ Timeout = Union[float, None, Default]
 
 
 def seconds(value: Optional[float]) -> Optional[int]:
-    """Whole seconds, as the API takes them; never 0 for a part of a second."""
-    return None if value is None else math.ceil(value)
+    """Whole seconds, as the API takes them; a part of a second counts as one. None is no limit, and 0 is an error."""
+    if value is None:
+        return None
+    if not 0 < value < math.inf:
+        raise InvalidRequestError(f"the timeout is {value:g}: give seconds above 0, or None for no limit")
+    return math.ceil(value)
+
+
+def eval_request(code: str, timeout: Optional[float]) -> bodies.EvalRequest:
+    return {"code": code, "timeout_secs": seconds(timeout) or LONGEST}
 
 
 def words(cmd: Command) -> list[str]:
@@ -75,7 +85,7 @@ class Plan:
         return small and not streams
 
     def exec_request(self) -> bodies.ExecRequest:
-        body: bodies.ExecRequest = {"args": words(self.cmd), "timeout_secs": seconds(self.limit) or 1}
+        body: bodies.ExecRequest = {"args": words(self.cmd), "timeout_secs": seconds(self.limit) or LONGEST}
         if self.cwd is not None:
             body["cwd"] = self.cwd
         if self.envs:

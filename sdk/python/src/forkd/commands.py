@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import threading
 import time
 from typing import Callable, Iterator, Literal, Mapping, Optional, Protocol, Union, overload
@@ -10,10 +11,8 @@ from typing import Callable, Iterator, Literal, Mapping, Optional, Protocol, Uni
 from . import exec_stream, requests
 from .command import DEFAULT, Command, Plan, Pty, Timeout, checked, result_of
 from .errors import ForkdError, InvalidRequestError
-from .exec_stream import CommandResult, ExecStream, Output
+from .exec_stream import CommandResult, ExecStream, OnText, Output, report
 from .models import ExecReply
-
-OnText = Callable[[str], object]
 
 
 class Socket(Protocol):
@@ -75,9 +74,7 @@ class CommandHandle:
     def wait(self, on_stdout: Optional[OnText] = None, on_stderr: Optional[OnText] = None) -> CommandResult:
         """Waits for the end, and raises `CommandError` for a status other than 0 (not with `check=False`)."""
         for output in self:
-            callback = on_stdout if output.stream == "stdout" else on_stderr
-            if callback is not None and output.text:
-                callback(output.text)
+            report(output, on_stdout, on_stderr)
         result = self._stream.result
         if result is None:
             raise ForkdError("the command has neither a result nor an error")
@@ -86,19 +83,28 @@ class CommandHandle:
 
     def send_stdin(self, data: Union[str, bytes]) -> None:
         """Sends input. Waits while the command has not taken what came before."""
-        rest = data.encode() if isinstance(data, str) else data
+        self._input(data.encode() if isinstance(data, str) else data, None)
+
+    def _input(self, rest: bytes, take: Optional[Callable[[Output], None]]) -> None:
+        """Sends input. `take` gets the output that comes meanwhile."""
         with self._writing:
             while rest:
-                self._until(lambda: self._stream.room > 0 or self._stream.over)
+                while take is not None and self._stream.output:
+                    take(self._stream.output.popleft())
+                self._until(
+                    lambda: self._stream.room > 0 or self._stream.over or bool(take and self._stream.output)
+                )
+                if self._stream.room == 0 and not self._stream.over:
+                    continue
                 self._raise_if_over("its input is closed")
                 message, rest = self._stream.take(rest)
                 self._send(message)
 
-    def feed(self, data: bytes, end: bool) -> None:
-        """Sends input to a command that may end before it has read all of it."""
+    def feed(self, data: bytes, end: bool, take: Optional[Callable[[Output], None]] = None) -> None:
+        """Sends input to a command that may end before it has read all of it. `take` gets the output meanwhile."""
         try:
             if data:
-                self.send_stdin(data)
+                self._input(data, take)
             if end:
                 self.close_stdin()
         except InvalidRequestError:
@@ -191,6 +197,8 @@ class Commands:
         self._execute = execute
         self._stream = stream
         self._check = check
+        # A timeout that means none, beside None.
+        self.no_limit: Optional[float] = None
 
     @overload
     def run(
@@ -260,6 +268,7 @@ class Commands:
         """
         check = self._check if check is None else check
         streams = on_stdout is not None or on_stderr is not None
+        timeout = None if timeout == self.no_limit else timeout
         plan = Plan(cmd, cwd, envs or {}, user, timeout, stdin, background, pty, streams, keep)
         if plan.simple:
             result = result_of(self._execute(plan.exec_request()))
@@ -267,7 +276,8 @@ class Commands:
         handle = self._stream(plan.stream_request(), cmd, check)
         try:
             handle.started()
-            handle.feed(plan.input, end=plan.input_ends)
+            take = None if background else functools.partial(report, on_stdout=on_stdout, on_stderr=on_stderr)
+            handle.feed(plan.input, plan.input_ends, take)
             return handle if background else handle.wait(on_stdout, on_stderr)
         except BaseException:
             handle.disconnect()

@@ -6,6 +6,7 @@ client on the daemon: see `docs/E2B.md`.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Callable, Mapping, Optional
 
@@ -72,7 +73,9 @@ class Sandbox:
 
     def __init__(self, native: sandbox.Sandbox) -> None:
         self.native = native
-        self.commands: Commands = native.commands
+        self.commands: Commands = copy.copy(native.commands)
+        # E2B's word for no limit.
+        self.commands.no_limit = 0
         self.files: Files = native.files
 
     @classmethod
@@ -143,10 +146,10 @@ class Sandbox:
         return [Sandbox(child) for child in self.native.fork(count)]
 
     def run_code(
-        self, code: str, timeout: float = 300, on_stdout: Optional[OnText] = None, on_stderr: Optional[OnText] = None
+        self, code: str, timeout: Optional[float] = 300, on_stdout: Optional[OnText] = None, on_stderr: Optional[OnText] = None
     ) -> Execution:
-        """Evaluates Python. `on_stdout` and `on_stderr` get the output when the code has ended."""
-        execution = _execution(self.native.run_code(code, timeout))
+        """Evaluates Python. `on_stdout` and `on_stderr` get the output when the code has ended. A `timeout` of 0 is none."""
+        execution = _execution(self.native.run_code(code, timeout or None))
         _report(execution.logs, on_stdout, on_stderr)
         return execution
 
@@ -162,7 +165,8 @@ class AsyncSandbox:
 
     def __init__(self, native: async_sandbox.AsyncSandbox) -> None:
         self.native = native
-        self.commands: AsyncCommands = native.commands
+        self.commands: AsyncCommands = copy.copy(native.commands)
+        self.commands.no_limit = 0
         self.files: AsyncFiles = native.files
 
     @classmethod
@@ -235,10 +239,10 @@ class AsyncSandbox:
         return [AsyncSandbox(child) for child in await self.native.fork(count)]
 
     async def run_code(
-        self, code: str, timeout: float = 300, on_stdout: Optional[OnText] = None, on_stderr: Optional[OnText] = None
+        self, code: str, timeout: Optional[float] = 300, on_stdout: Optional[OnText] = None, on_stderr: Optional[OnText] = None
     ) -> Execution:
-        """Evaluates Python. `on_stdout` and `on_stderr` get the output when the code has ended."""
-        execution = _execution(await self.native.run_code(code, timeout))
+        """Evaluates Python. `on_stdout` and `on_stderr` get the output when the code has ended. A `timeout` of 0 is none."""
+        execution = _execution(await self.native.run_code(code, timeout or None))
         _report(execution.logs, on_stdout, on_stderr)
         return execution
 

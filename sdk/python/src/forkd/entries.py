@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import uuid
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Iterable, Iterator, Optional, Union
+from typing import IO, Any, Generator, Iterable, Iterator, Optional, Union
 
 from .errors import ForkdError, InvalidRequestError
 from .models import FileInfo
@@ -117,17 +119,27 @@ def local_folder(root: Path, parts: tuple[str, ...]) -> Path:
     return path
 
 
-def open_local(path: Path) -> IO[bytes]:
-    """Opens a local file for writing; a link there is not followed."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+@contextmanager
+def open_local(path: Path, mode: int) -> Generator[IO[bytes], None, None]:
+    """Opens a local file for writing; it is there when the block ends, and not if that raises. A link is not followed.
+
+    It gets the permission bits of the guest's file, without set-user-id and the like.
+    """
+    if path.is_symlink():
+        raise InvalidRequestError(f"{path} is a link: remove it, or choose another target")
+    if path.exists() and not path.is_file():
+        # A pipe or a device is written to, and stays what it is.
+        with open(path, "wb") as file:
+            yield file
+        return
+    part = path.with_name(f".forkd-{uuid.uuid4().hex[:12]}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        return os.fdopen(os.open(path, flags, 0o666), "wb")
-    except OSError as error:
-        if path.is_symlink():
-            raise InvalidRequestError(f"{path} is a link: remove it, or choose another target") from error
+        with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
+            yield file
+        os.chmod(part, mode & 0o777)
+        os.replace(part, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(part)
         raise
-
-
-def set_mode(path: Path, mode: int) -> None:
-    """The permission bits of the guest's file, without set-user-id and the like."""
-    os.chmod(path, mode & 0o777)

@@ -7,7 +7,7 @@ the wording. `status` and `request_id` belong to the reply of the daemon, if the
 from __future__ import annotations
 
 import builtins
-from typing import Any, Dict, List, Optional, Type
+from typing import Any, Dict, List, Optional, Tuple, Type
 
 
 class ForkdError(RuntimeError):
@@ -26,9 +26,23 @@ class ForkdError(RuntimeError):
         self.code = code
         self.status = status
         self.request_id = request_id
+        # Whether the request may have been done all the same: it was sent, and its reply never came.
+        self.outcome_unknown = False
 
     def __str__(self) -> str:
         return self.message
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """As `pickle` and `copy` make it again, without the arguments of the constructor, which differ."""
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(cls: Type[ForkdError], args: Tuple[Any, ...]) -> ForkdError:
+    """An error of this class; its fields follow."""
+    # The built-in errors of the operating system are objects of another size.
+    error = OSError.__new__(cls, *args) if issubclass(cls, OSError) else cls.__new__(cls, *args)
+    error.args = args
+    return error
 
 
 class InvalidRequestError(ForkdError, ValueError):
@@ -135,6 +149,15 @@ class ForkError(ForkdError):
     """Not all children started; those that did were ended. `errors` has one message for each that did not."""
 
     errors: List[str]
+
+
+class RollbackError(ForkdError):
+    """A `checkpoint` could not roll back after its block had raised.
+
+    The branch `tag` is kept. `__cause__` is the exception of the block; code and status are those of the refused rollback.
+    """
+
+    tag: str = ""
 
 
 class AllFailedError(ForkdError):

@@ -6,7 +6,7 @@ import codecs
 import json
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal, Optional, Union
+from typing import Any, Callable, Literal, Optional, Union
 
 from .errors import ForkdError, StreamBrokenError, TimeoutError, error_for
 
@@ -16,6 +16,7 @@ WINDOW = 262_144
 PIECE = 65_536
 # The most output of each kind that a result keeps, in bytes; callbacks and iterators get all of it.
 KEPT = 64 << 20
+OnText = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ class Output:
     stream: Literal["stdout", "stderr"]
     data: bytes
     text: str
+
+
+def report(output: Output, on_stdout: Optional[OnText], on_stderr: Optional[OnText]) -> None:
+    """Passes a piece of output on."""
+    callback = on_stdout if output.stream == "stdout" else on_stderr
+    if callback is not None and output.text:
+        callback(output.text)
 
 
 class _Kept:

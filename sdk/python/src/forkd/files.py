@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Iterator, List, Literal, Optional, Union, over
 
 from . import routes
 from .entries import DEEPEST, Data, Local, Transfer, bytes_of, join, local_entries, local_folder
-from .entries import octal, open_local, relative, set_mode
+from .entries import octal, open_local, relative
 from .errors import NotFoundError
 from .models import FileInfo, FileTree, FileWritten
 
@@ -154,8 +154,7 @@ class Files:
         return done
 
     def _fetch(self, remote: str, local: Path, mode: int, user: Optional[str], done: Transfer) -> None:
-        with self.read(remote, "stream", user=user) as pieces, open_local(local) as file:
+        with self.read(remote, "stream", user=user) as pieces, open_local(local, mode) as file:
             for piece in pieces:
                 file.write(piece)
-        set_mode(local, mode)
         done.copied.append(str(local))

@@ -68,11 +68,18 @@ class JsonLines:
         return decode(PingReply, {**more, **data})
 
     def execute(self, body: requests.ExecRequest) -> ExecReply:
+        other = {"stdin": "stdin", "cwd": "cwd", "env": "envs", "user": "user"}
+        given = [name for field, name in other.items() if body.get(field) is not None]
+        if given:
+            raise InvalidRequestError(
+                f"an agent port runs a command without {' and '.join(given)}: use Sandbox.connect(id), with the sandbox's id"
+            )
         limit = body.get("timeout_secs", 30)
         data = self.ask({"action": "exec", "args": body["args"], "timeout": limit}, patience=limit)
         return decode(ExecReply, {"stdout": "", "stderr": "", "exit_code": 1, **data})
 
-    def evaluate(self, code: str) -> EvalReply:
-        data = self.ask({"action": "eval", "code": code}, patience=30.0)
+    def evaluate(self, body: requests.EvalRequest) -> EvalReply:
+        limit = body.get("timeout_secs", 30)
+        data = self.ask({"action": "eval", "code": body["code"], "timeout": limit}, patience=limit)
         start = {"stdout": "", "stderr": "", "exit_code": 1 if data.get("error") else 0}
         return decode(EvalReply, {**start, **data})

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import os
-from typing import Mapping, Optional, cast
+from typing import Literal, Mapping, Optional, cast
 
 from . import requests as bodies
 from .command import DEFAULT, Timeout, seconds
 from .errors import InvalidRequestError
 from .models import OnTimeout
+
+
+BranchMode = Literal["full", "diff", "live", "disk"]
+OnError = Literal["raise", "return"]
+
+
+def one_of(name: str, value: str, *allowed: str) -> None:
+    """Refuses another value than these."""
+    if value not in allowed:
+        raise InvalidRequestError(f"{name} is {value!r}: give one of {', '.join(map(repr, allowed))}")
+
+
+def branch_body(tag: Optional[str], mode: BranchMode, wait: bool) -> bodies.BranchRequest:
+    """The body of a request for a branch."""
+    one_of("mode", mode, "full", "diff", "live", "disk")
+    body: bodies.BranchRequest = {"mode": mode}
+    if tag is not None:
+        body["tag"] = tag
+    if not wait:
+        body["wait"] = False
+    return body
 
 
 def create_body(

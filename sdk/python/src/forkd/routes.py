@@ -34,8 +34,8 @@ from .models import (
     WorkspaceInfo,
 )
 
-# What a boot, a save or a warm-up may take on a slow host.
-LONG = 900.0
+# How many times the client's timeout a boot, a fork, a save or a rollback may take.
+LONG = 5.0
 
 
 def new_key() -> str:
@@ -111,7 +111,7 @@ def create_sandboxes(
         body=body,
         headers=_key(idempotency_key),
         repeatable=True,
-        patience=LONG,
+        times=LONG,
     )
 
 
@@ -127,7 +127,7 @@ def create_each_sandbox(
         body=body,
         headers=_key(idempotency_key),
         repeatable=True,
-        patience=LONG,
+        times=LONG,
     )
 
 
@@ -164,7 +164,7 @@ def fork_sandbox(
         body=body,
         headers=_key(idempotency_key),
         repeatable=True,
-        patience=LONG,
+        times=LONG,
     )
 
 
@@ -212,7 +212,8 @@ def run_stream() -> Call[None]:
 
 def send_json_line(id: str, body: dict[str, Any]) -> Call[Any]:
     """Sends one request of the JSON-lines protocol to the agent."""
-    patience = LONG if body.get("action") in ("exec", "eval") else 0.0
+    limit = body.get("timeout") or 30
+    patience = float(limit) if body.get("action") in ("exec", "eval") and isinstance(limit, (int, float)) else 0.0
     return Call("POST", "/v1/sandboxes/{id}/json-lines", anything, ids=(id,), body=body, patience=patience)
 
 
@@ -280,7 +281,7 @@ def file_tree(
     """A folder with all below it; with `hash`, the hashes of the files' contents."""
     query = dict(path=path, user=user, hash=hash)
     route = "/v1/sandboxes/{id}/files/tree"
-    return Call("GET", route, one(FileTree), ids=(id,), query=query, repeatable=True, patience=300.0)
+    return Call("GET", route, one(FileTree), ids=(id,), query=query, repeatable=True, times=LONG)
 
 
 def make_folder(id: str, body: bodies.MkdirRequest) -> Call[FileInfo]:
@@ -308,7 +309,7 @@ def branch_sandbox(
         body=body,
         headers=_key(idempotency_key),
         repeatable=True,
-        patience=LONG,
+        times=LONG,
     )
 
 
@@ -324,7 +325,7 @@ def rollback_sandbox(
         body=body,
         headers=_key(idempotency_key),
         repeatable=True,
-        patience=LONG,
+        times=LONG,
     )
 
 
@@ -358,7 +359,7 @@ def create_snapshot(
         body=body,
         headers=_key(idempotency_key),
         repeatable=True,
-        patience=LONG,
+        times=LONG,
     )
 
 
@@ -390,7 +391,7 @@ def compact_snapshot(
         body=body,
         headers=_key(idempotency_key),
         repeatable=True,
-        patience=LONG,
+        times=LONG,
     )
 
 
@@ -416,7 +417,7 @@ def create_workspace(body: bodies.WorkspaceRequest, *, idempotency_key: Optional
     """Creates a workspace: a sandbox with a name that can be suspended and resumed."""
     headers = _key(idempotency_key)
     route = "/v1/workspaces"
-    return Call("POST", route, one(WorkspaceInfo), body=body, headers=headers, repeatable=True, patience=LONG)
+    return Call("POST", route, one(WorkspaceInfo), body=body, headers=headers, repeatable=True, times=LONG)
 
 
 def get_workspace(name: str) -> Call[WorkspaceInfo]:
@@ -432,12 +433,12 @@ def delete_workspace(name: str) -> Call[None]:
 def suspend_workspace(name: str, body: Optional[bodies.SuspendRequest] = None) -> Call[WorkspaceInfo]:
     """Suspends a workspace: stores its sandbox on disk, then ends it."""
     route = "/v1/workspaces/{name}/suspend"
-    return Call("POST", route, one(WorkspaceInfo), ids=(name,), body=body or {}, patience=LONG)
+    return Call("POST", route, one(WorkspaceInfo), ids=(name,), body=body or {}, times=LONG)
 
 
 def resume_workspace(name: str) -> Call[WorkspaceInfo]:
     """Resumes a workspace: forks a sandbox from its last state."""
-    return Call("POST", "/v1/workspaces/{name}/resume", one(WorkspaceInfo), ids=(name,), patience=LONG)
+    return Call("POST", "/v1/workspaces/{name}/resume", one(WorkspaceInfo), ids=(name,), times=LONG)
 
 
 # Tokens. All of them need an admin's token.

@@ -11,13 +11,14 @@ from . import routes, steps, trying
 from .changes import Change, changes
 from .client import Client, default_client
 from .code import Execution, execution_of, value_of
-from .command import DEFAULT, Command, Timeout, seconds
+from .command import DEFAULT, Command, Timeout, eval_request
 from .commands import CommandHandle, Commands
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, RollbackError
 from .files import Files
 from .json_lines import JsonLines
+from .forked import Forked
 from .models import EvalReply, ExecReply, OnTimeout, PingReply, SandboxInfo, SandboxState, Stats, Tree
-from .options import create_body, fork_body, label_filter, update_body
+from .options import BranchMode, OnError, branch_body, create_body, fork_body, label_filter, one_of, update_body
 from .snapshot import Snapshot
 from .steps import OnProgress
 from .trying import Outcome
@@ -66,7 +67,7 @@ class Sandbox:
         self._branches: list[str] = []
         self.target = info.guest_addr if info else ""
         self.commands = Commands(self._execute, self._stream, check=not reference)
-        self.files = Files(client, info.id if info else "")
+        self._files = Files(client, info.id) if info else None
 
     @classmethod
     def of(cls, info: SandboxInfo, client: Optional[Client] = None) -> Self:
@@ -149,6 +150,13 @@ class Sandbox:
         return self._info.id
 
     @property
+    def files(self) -> Files:
+        """Reads, writes, lists, copies files."""
+        if self._files is None:
+            raise InvalidRequestError("an agent port has no files: use Sandbox.connect(id).files, with the sandbox's id")
+        return self._files
+
+    @property
     def client(self) -> Client:
         """The connection that this object uses."""
         return self._client
@@ -204,7 +212,7 @@ class Sandbox:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def eval(self, code: str, timeout: float = 30) -> Any:
+    def eval(self, code: str, timeout: Optional[float] = 30) -> Any:
         """Evaluates Python in the warmed interpreter and returns the value of the last expression.
 
         A value that JSON has comes as itself, another one as its `repr`. Variables stay. Code that raises is an `EvalError`.
@@ -218,7 +226,7 @@ class Sandbox:
         return reply.result if self._reference else value
 
     def run_code(
-        self, code: str, timeout: float = 30, on_stdout: Optional[Callable[[str], object]] = None
+        self, code: str, timeout: Optional[float] = 30, on_stdout: Optional[Callable[[str], object]] = None
     ) -> Execution:
         """Evaluates Python and returns value, output and error; an error of the code is not raised.
 
@@ -243,11 +251,12 @@ class Sandbox:
         labels: Optional[Mapping[str, str]] = None,
         network: Optional[bool] = None,
         memory_limit_mib: Optional[int] = None,
-        on_error: str = "raise",
-    ) -> List[Self]:
+        on_error: OnError = "raise",
+    ) -> Forked[Self]:
         """Forks `n` children, all from this instant; the sandbox goes on.
 
-        All of them run, or there are none, and an error. With `on_error="return"` those that run are returned.
+        All of them run, or there are none, and an error. With `on_error="return"` those that run are returned, and the `errors`
+        of the list are those of the others.
 
         >>> sandbox.eval("plan = ['read']")
         >>> one, other = sandbox.fork(2)
@@ -256,18 +265,14 @@ class Sandbox:
         >>> one.kill(); other.kill()
         """
         body = fork_body(n, timeout, idle_timeout, on_timeout, envs, labels, network, memory_limit_mib)
+        one_of("on_error", on_error, "raise", "return")
         call = routes.fork_sandbox(self.id, body)
         infos = self._client.run(steps.spawn(call, n, partial=on_error == "return"))
-        return [self.of(info, self._client) for info in infos]
+        return Forked([self.of(info, self._client) for info in infos], infos.errors)
 
-    def branch(self, tag: Optional[str] = None, mode: str = "live", wait: bool = True) -> Snapshot:
+    def branch(self, tag: Optional[str] = None, mode: BranchMode = "live", wait: bool = True) -> Snapshot:
         """Keeps this moment as a snapshot; the sandbox goes on. With `wait=False` it is written in the background."""
-        body: bodies.BranchRequest = {"mode": mode}
-        if tag is not None:
-            body["tag"] = tag
-        if not wait:
-            body["wait"] = False
-        info = self._client.branch_sandbox(self.id, body)
+        info = self._client.branch_sandbox(self.id, branch_body(tag, mode, wait))
         if mode != "disk":
             # A disk alone is nothing to go back to.
             self._branches.append(info.tag)
@@ -299,6 +304,8 @@ class Sandbox:
     def checkpoint(self, tag: Optional[str] = None) -> Generator[Snapshot, None, None]:
         """A block that the sandbox forgets when it raises: it goes back to the beginning, and the exception goes on.
 
+        If it cannot go back, `RollbackError` says how to, and the snapshot of the beginning stays.
+
         >>> sandbox.eval("x = 1")
         >>> try:
         ...     with sandbox.checkpoint():
@@ -311,16 +318,26 @@ class Sandbox:
         self._branches.append(branch.tag)
         try:
             yield branch
-        except BaseException:
-            self.rollback(branch.tag)
+        except BaseException as raised:
+            try:
+                self._client.run(steps.forget(self.id, branch.tag))
+            except RollbackError as error:
+                raise error from raised
+            self._left(branch.tag)
             raise
-        finally:
-            if branch.tag in self._branches:
-                self._branches.remove(branch.tag)
-            self._client.run(steps.delete_quietly(branch.tag))
+        self._left(branch.tag)
+        self._client.run(steps.delete_quietly(branch.tag))
+
+    def _left(self, tag: str) -> None:
+        """A checkpoint is over: `rollback` does not go there any more."""
+        if tag in self._branches:
+            self._branches.remove(tag)
 
     def diff(self, other: Sandbox, path: str = "/") -> List[Change]:
-        """What differs below `path` in the files of `other`: what it added, removed and changed."""
+        """What differs below `path` in the files of `other`: what it added, removed and changed.
+
+        A file that one of the agents could not read, or that changed meanwhile, has the kind `unknown`.
+        """
         before = self._client.file_tree(self.id, path, hash=True)
         return changes(before, self._client.file_tree(other.id, path, hash=True))
 
@@ -329,7 +346,8 @@ class Sandbox:
     ) -> List[Outcome[V, Sandbox]]:
         """Runs each callable in a child of this moment, in threads, at most `parallel` at a time.
 
-        The outcomes are in the order of the callables: a value or an error each. The children end, unless `keep`.
+        The outcomes are in the order of the callables: a value or an error each. The children end, unless `keep`. One that
+        cannot be ended is a `RuntimeWarning`.
 
         >>> ways = [lambda box: box.eval("6 * 7"), lambda box: box.eval("6 / 0")]
         >>> [outcome.ok for outcome in sandbox.try_each(ways)]
@@ -345,7 +363,10 @@ class Sandbox:
         keep: bool = False,
         parallel: Optional[int] = None,
     ) -> Outcome[V, Sandbox]:
-        """Runs `step(child, index)` in `n` children; the highest `score(value)` wins. With `keep` the winner's sandbox goes on."""
+        """Runs `step(child, index)` in `n` children; the highest `score(value)` wins. With `keep` the winner's sandbox goes on.
+
+        An attempt that raises, or whose score does, has lost. If all have: `AllFailedError`.
+        """
         return trying.best_of(self, n, step, score, keep, parallel)
 
     def first_success(
@@ -354,10 +375,10 @@ class Sandbox:
         """The first callable that returns wins; the other children are ended at once. If none does: `AllFailedError`."""
         return trying.first_success(self, callables, keep, parallel)
 
-    def _evaluate(self, code: str, timeout: float) -> EvalReply:
+    def _evaluate(self, code: str, timeout: Optional[float]) -> EvalReply:
         if self._line is not None:
-            return self._line.evaluate(code)
-        return self._client.eval_code(self.id, {"code": code, "timeout_secs": seconds(timeout) or 1})
+            return self._line.evaluate(eval_request(code, timeout))
+        return self._client.eval_code(self.id, eval_request(code, timeout))
 
     def _execute(self, body: bodies.ExecRequest) -> ExecReply:
         if self._line is not None:

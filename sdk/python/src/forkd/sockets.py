@@ -25,7 +25,11 @@ def open_socket(address: Address, path: str, first: str) -> sync_client.ClientCo
         connecting = library.unix_connect(**options) if address.socket else library.connect(**options)
         # Entered at once: in some versions `connect` itself is the connection, in others a context manager for it.
         socket = cast("ContextManager[sync_client.ClientConnection]", connecting).__enter__()
-        socket.send(first)
+        try:
+            socket.send(first)
+        except BaseException:
+            socket.close()
+            raise
         return socket
     except Exception as failure:
         raise _error(address, path, failure) from failure
@@ -37,7 +41,12 @@ async def open_async_socket(address: Address, path: str, first: str) -> asyncio_
         options = _options(address, path)
         connect = asyncio_client.unix_connect if address.socket else asyncio_client.connect
         socket = await connect(**options)
-        await socket.send(first)
+        try:
+            await socket.send(first)
+        except BaseException:
+            # Also where nothing can be awaited any more, because the task is cancelled or its loop closes.
+            socket.transport.abort()
+            raise
         return socket
     except Exception as failure:
         raise _error(address, path, failure) from failure

@@ -8,6 +8,7 @@ from typing import Any, Iterator, Optional, Union, cast
 
 from .calls import Call, anything
 from .decoding import decode
+from .errors import ForkdError
 from .models import Event
 
 # The daemon sends a comment at least this often, so a longer silence is a broken connection.
@@ -52,8 +53,11 @@ class EventLines:
                 yield self._event()
 
     def _event(self) -> Union[Event, Lagged]:
-        data: Any = json.loads("\n".join(self._data))
-        kind, self._kind, self._data = self._kind, "", []
-        if kind == "lagged":
+        text, kind, self._kind, self._data = "\n".join(self._data), self._kind, "", []
+        try:
+            data: Any = json.loads(text)
+        except ValueError as error:
+            raise ForkdError(f"the daemon sent what is no event ({text[:80]!r}): is this the address of forkd?") from error
+        if kind == "lagged" and isinstance(data, dict):
             return Lagged(cast("dict[str, Any]", data).get("missed"))
         return decode(Event, data)

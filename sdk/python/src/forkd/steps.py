@@ -14,21 +14,48 @@ from typing import Callable, Iterable, Optional, TypeVar
 from . import requests as bodies
 from . import routes
 from .calls import Call, Steps, ask, sleep
-from .errors import ConflictError, DaemonUnreachableError, ForkdError, ForkError, NotFoundError, error_for
-from .errors import StreamBrokenError, TimeoutError
+from .errors import BusyError, ConflictError, DaemonUnreachableError, ForkdError, ForkError, NotFoundError, RateLimitError
+from .errors import RollbackError, StreamBrokenError, TimeoutError, error_for
+from .forked import Forked
 from .models import SandboxInfo, SnapshotInfo, SpawnReply
 
-# How long a clean-up may take.
+# How long a clean-up may take: also a daemon that restarts comes back and knows what it made.
 CLEAN_UP_SECONDS = 60.0
+# The same while no daemon answers, if the request may never have reached one, such as after ^C.
+DOUBTFUL_SECONDS = 10.0
+# The longest wait, in seconds, between two attempts of a clean-up.
+LONGEST_PAUSE = 2.0
 OnProgress = Callable[[str], None]
 T = TypeVar("T")
 
 
 def outcome_unknown(error: BaseException) -> bool:
     """Whether the daemon may have done the request all the same."""
-    if isinstance(error, DaemonUnreachableError):
-        return False
-    return not isinstance(error, ForkdError) or error.status is None
+    if not isinstance(error, ForkdError) or error.outcome_unknown:
+        return True
+    return error.status is None and not isinstance(error, DaemonUnreachableError)
+
+
+def says_nothing(error: ForkdError) -> bool:
+    """Whether this answer tells nothing about what became of the request, and a later one may."""
+    no_answer = (StreamBrokenError, TimeoutError, DaemonUnreachableError, BusyError, RateLimitError)
+    return isinstance(error, no_answer) or error.outcome_unknown
+
+
+def insist(call: Call[T], until: float, arrived: bool = True) -> Steps[T]:
+    """Sends a call until the daemon answers, or it is too late. `arrived`: the daemon surely has the call already."""
+    call = dataclasses.replace(call, times=1.0, patience=0.0)
+    doubtful = min(until, time.monotonic() + DOUBTFUL_SECONDS)
+    pause = 0.2
+    while True:
+        try:
+            return (yield from ask(call))
+        except ForkdError as error:
+            arrived = arrived or isinstance(error, TimeoutError)
+            if not says_nothing(error) or time.monotonic() + pause >= (until if arrived else doubtful):
+                raise
+        yield from sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def again(call: Call[None]) -> Call[None]:
@@ -36,17 +63,27 @@ def again(call: Call[None]) -> Call[None]:
     return dataclasses.replace(call, repeatable=True)
 
 
-def kill(ids: Iterable[str]) -> Steps[None]:
-    """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them."""
+def kill(
+    ids: Iterable[str], until: Optional[float] = None, failed: Optional[dict[str, ForkdError]] = None
+) -> Steps[None]:
+    """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them.
+
+    With `until` a daemon that does not answer is asked again until then. `failed` gets the errors by their sandboxes: then
+    none is raised.
+    """
     problem: Optional[BaseException] = None
     left = list(ids)
     while left:
         try:
-            yield from ask(again(routes.delete_sandbox(left[0])))
+            call = again(routes.delete_sandbox(left[0]))
+            yield from (ask(call) if until is None else insist(call, until))
         except NotFoundError:
             pass
         except Exception as error:
-            problem = problem or error
+            if failed is not None and isinstance(error, ForkdError):
+                failed[left[0]] = error
+            else:
+                problem = problem or error
         except BaseException as interrupt:
             # The first interrupt waits, and its request is sent again; the second one is obeyed.
             if problem is not None and not isinstance(problem, Exception):
@@ -58,16 +95,17 @@ def kill(ids: Iterable[str]) -> Steps[None]:
         raise problem
 
 
-def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[list[SandboxInfo]]:
+def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[Forked[SandboxInfo]]:
     """Makes children. All of them run, or with `partial` some; else there are none, and an error."""
     try:
         reply = yield from ask(call)
     except BaseException as error:
         if outcome_unknown(error):
-            yield from undo(call)
+            yield from undo(call, arrived=has_arrived(error))
         raise
     if not reply.errors or (partial and reply.children):
-        return reply.children
+        errors = (error_for(one.code, one.error, request_id=one.request_id) for one in reply.errors)
+        return Forked(reply.children, errors)
     yield from kill([child.id for child in reply.children])
     first = reply.errors[0]
     if wanted == 1:
@@ -78,26 +116,27 @@ def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[l
     raise error
 
 
-def undo(call: Call[SpawnReply], until: Optional[float] = None) -> Steps[None]:
-    """Ends what a request made whose reply never came, until a time of the monotonic clock."""
-    reply = yield from lost_reply(call, until)
-    if reply is not None:
-        yield from kill([child.id for child in reply.children])
+def has_arrived(error: BaseException) -> bool:
+    """Whether a daemon surely has the request that ended like this."""
+    return isinstance(error, ForkdError) and error.status is None
 
 
-def lost_reply(call: Call[T], until: Optional[float] = None) -> Steps[Optional[T]]:
-    """The reply that never came; None if the daemon refused the request or does not answer."""
+def undo(call: Call[SpawnReply], until: Optional[float] = None, arrived: bool = True) -> Steps[None]:
+    """Ends what a request made whose reply never came. What goes wrong here is not what the caller waits for."""
     until = until or time.monotonic() + CLEAN_UP_SECONDS
-    call = dataclasses.replace(call, patience=0.0)
-    while time.monotonic() < until:
-        try:
-            return (yield from ask(call))
-        except ForkdError as error:
-            if error.code == "idempotency_in_progress" or isinstance(error, (StreamBrokenError, TimeoutError)):
-                yield from sleep(0.2)
-                continue
-            break
-    return None
+    try:
+        reply = yield from insist(call, until, arrived)
+        yield from kill([child.id for child in reply.children], until)
+    except ForkdError:
+        pass
+
+
+def lost_reply(call: Call[T], arrived: bool) -> Steps[Optional[T]]:
+    """The reply that never came; None if the daemon refused the request or does not answer."""
+    try:
+        return (yield from insist(call, time.monotonic() + CLEAN_UP_SECONDS, arrived))
+    except ForkdError:
+        return None
 
 
 def make_snapshot(call: Call[SnapshotInfo], own_tag: Optional[str]) -> Steps[SnapshotInfo]:
@@ -109,7 +148,7 @@ def make_snapshot(call: Call[SnapshotInfo], own_tag: Optional[str]) -> Steps[Sna
         return (yield from ask(call))
     except BaseException as error:
         if outcome_unknown(error):
-            made = yield from lost_reply(call)
+            made = yield from lost_reply(call, has_arrived(error))
             tag = made.tag if made is not None else own_tag
             if tag is not None:
                 yield from discard(tag)
@@ -129,6 +168,23 @@ def checkpoint(id: str, tag: Optional[str]) -> Steps[SnapshotInfo]:
     own_tag = None if tag else new_tag("checkpoint-" + id)
     body: bodies.BranchRequest = {"tag": tag or own_tag, "mode": "live", "wait": False}
     return (yield from make_snapshot(routes.branch_sandbox(id, body), own_tag))
+
+
+def forget(id: str, tag: str) -> Steps[None]:
+    """Rolls back to the branch of a checkpoint, and removes it. It stays if that fails: nothing else has its moment."""
+    try:
+        yield from ask(routes.rollback_sandbox(id, {"to": tag}))
+    except ForkdError as failure:
+        error = RollbackError(
+            f"the rollback of {id} after its block failed: {failure}. The snapshot {tag!r} has the moment before"
+            f" the block: call sandbox.rollback({tag!r}), then Snapshot.get({tag!r}).delete()",
+            code=failure.code,
+            status=failure.status,
+            request_id=failure.request_id,
+        )
+        error.tag = tag
+        raise error
+    yield from delete_quietly(tag)
 
 
 def rollback(id: str, branches: list[str], source: Optional[str]) -> Steps[str]:

@@ -8,11 +8,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Callable, Generic, Optional, Sequence, TypeVar
 
-from .children import Children
+from .children import Children, warn_of
 from .errors import AllFailedError, InvalidRequestError
 
 if TYPE_CHECKING:
     from .sandbox import Sandbox
+
+__all__ = ["Outcome", "all_failed", "at_once", "best", "best_of", "first_success", "try_each", "warn_of"]
 
 V = TypeVar("V")
 S = TypeVar("S")
@@ -51,6 +53,27 @@ def all_failed(outcomes: Sequence[Outcome[V, S]]) -> AllFailedError:
     error = AllFailedError(f"all {len(outcomes)} attempts failed; the last one: {last!r}")
     error.outcomes = list(outcomes)
     return error
+
+
+def best(outcomes: Sequence[Outcome[V, S]], score: Callable[[V], float]) -> Outcome[V, S]:
+    """The outcome with the highest score; of equals the first. One without a score counts as a failure."""
+    found: Optional[Outcome[V, S]] = None
+    highest = 0.0
+    for outcome in outcomes:
+        if not outcome.ok:
+            continue
+        try:
+            value = score(outcome.result())
+            if value != value:
+                raise ValueError("the score is not a number")
+        except Exception as error:
+            outcome.value, outcome.error = None, error
+            continue
+        if found is None or value > highest:
+            found, highest = outcome, value
+    if found is None:
+        raise all_failed(outcomes)
+    return found
 
 
 def _attempt(run: Callable[[Sandbox], V], child: Sandbox) -> Outcome[V, Sandbox]:
@@ -143,13 +166,10 @@ def best_of(
     count = at_once(n, parallel)
     with Children(source, n) as children:
         outcomes = _all(runs, children, count, True)
-        good = [outcome for outcome in outcomes if outcome.ok]
-        if not good:
-            raise all_failed(outcomes)
-        best = max(good, key=lambda outcome: score(outcome.result()))
+        winner = best(outcomes, score)
         if keep:
-            children.keep(best.sandbox)
-        return best
+            children.keep(winner.sandbox)
+        return winner
 
 
 def first_success(

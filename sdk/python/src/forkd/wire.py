@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import ssl
+import time
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional, Union, cast
 from urllib.parse import urlsplit
@@ -53,16 +54,23 @@ class Address:
     @classmethod
     def find(cls, url: Optional[str], token: Optional[str], timeout: float, cacert: Optional[str]) -> Address:
         """The address of these arguments, else of `FORKD_URL` and `FORKD_TOKEN`, else this host's daemon."""
-        url = url or os.environ.get("FORKD_URL") or DEFAULT_URL
-        token = token or os.environ.get("FORKD_TOKEN") or None
-        parts = urlsplit(url)
-        if parts.scheme == "unix":
-            return cls(url, token, timeout, cacert, parts.path or parts.netloc)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InvalidRequestError(
-                f"FORKD_URL is {url!r}: give http://HOST:PORT, https://HOST:PORT or unix:///PATH, such as {DEFAULT_URL}"
-            )
-        return cls(url.rstrip("/"), token, timeout, cacert, None)
+        url = (url or os.environ.get("FORKD_URL") or "").strip() or DEFAULT_URL
+        token = checked_token(token or os.environ.get("FORKD_TOKEN") or "")
+        if not timeout > 0:
+            raise InvalidRequestError(f"the client's timeout is {timeout:g}: give the seconds that a call may take, such as 60")
+        cause: Optional[Exception] = None
+        try:
+            parts = urlsplit(url)
+            if parts.scheme == "unix" and (parts.path or parts.netloc):
+                return cls(url, token, timeout, cacert, parts.path or parts.netloc)
+            if parts.scheme in ("http", "https") and httpx.URL(url).host and parts.port != 0:
+                return cls(url.rstrip("/"), token, timeout, cacert, None)
+        except (ValueError, httpx.InvalidURL) as error:
+            cause = error
+        reason = f" ({cause})" if cause else ""
+        raise InvalidRequestError(
+            f"FORKD_URL is {url!r}{reason}: give http://HOST:PORT, https://HOST:PORT or unix:///PATH, such as {DEFAULT_URL}"
+        ) from cause
 
     @property
     def base(self) -> str:
@@ -98,43 +106,95 @@ class Address:
         return httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
 
-def read_timeout(address: Address, call: Call[Any]) -> httpx.Timeout:
-    """How long the daemon may be silent during this call."""
-    return httpx.Timeout(address.timeout, read=address.timeout + call.patience, connect=min(address.timeout, 10.0))
+def checked_token(token: str) -> Optional[str]:
+    """The token without the white space around it, such as the newline of the file that it was in; None if there is none."""
+    token = token.strip()
+    bad = next((i for i, character in enumerate(token) if not "!" <= character <= "~"), None)
+    if bad is not None:
+        # The text is for logs, so it does not have the token.
+        raise InvalidRequestError(
+            f"character {bad + 1} of the token is no visible ASCII character: is FORKD_TOKEN, or Client(token=…), what"
+            " `forkd token print` prints?"
+        )
+    return token or None
 
 
 class Attempts:
     """Decides after a failure whether a call is sent once more, and after how many seconds.
 
     A call is sent again only if that does nothing twice: if it never reached the daemon, if it only reads, or if it has an
-    idempotency key.
+    idempotency key. All attempts together have the time of one, but for a body in pieces, which may take any time to send.
     """
 
     def __init__(self, address: Address, call: Call[Any]) -> None:
         self.address = address
         self.call = call
+        self.limit = address.timeout * call.times + call.patience
         self.sent = 0
+        # Whether the daemon may do, or has done, what an earlier attempt asked for.
+        self.reply_lost = False
+        self._waits = 0
+        self._until = time.monotonic() + self.limit
+
+    @property
+    def timeout(self) -> httpx.Timeout:
+        """How long the daemon may be silent during the next attempt."""
+        first = self.sent == self._waits == 0
+        left = self.limit if first or not _resendable(self.call) else max(0.001, self._until - time.monotonic())
+        return httpx.Timeout(self.address.timeout, read=left, connect=min(self.address.timeout, 10.0))
 
     def after_failure(self, failure: Exception) -> float:
         """The seconds to wait before the next attempt; raises the error if this was the last."""
         self.sent += 1
-        error = failure_error(self.address, failure, self.call.method + " " + self.call.path)
-        unsent = isinstance(failure, (httpx.ConnectError, httpx.ConnectTimeout))
+        error = failure_error(self.address, failure, self._what)
+        unsent = isinstance(failure, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
+        self.reply_lost = self.reply_lost or not unsent
         refused = isinstance(error, DaemonUnreachableError) and self.sent >= 3
         again = (unsent and _resendable(self.call)) or (self.call.repeatable and not isinstance(error, TimeoutError))
-        if not again or refused or self.sent >= ATTEMPTS:
+        wait = backoff(self.sent)
+        if not again or refused or self.sent >= ATTEMPTS or self._too_late(wait):
+            error.outcome_unknown = self.reply_lost
             raise error from failure
-        return backoff(self.sent)
+        return wait
 
     def after_reply(self, reply: Reply) -> float:
         """The same after a reply that is an error."""
-        self.sent += 1
         error = reply_error(reply)
+        if error.code == "idempotency_in_progress" and self.call.keyed:
+            return self._after_in_progress(error)
+        self.sent += 1
+        if error.code is None and reply.status >= 500:
+            # Not from the daemon: a server between here and there has lost its answer.
+            self.reply_lost = True
         again = reply.status in (429, 503) and error.code in NOT_BEGUN and _resendable(self.call)
         wait = cast("Optional[float]", getattr(error, "retry_after", None))
         if not again or self.sent >= ATTEMPTS or (wait or 0.0) > self.address.timeout:
+            error.outcome_unknown = self.reply_lost and (error.code is None or error.code in NOT_BEGUN)
             raise error
         return backoff(self.sent) if wait is None else wait
+
+    def _after_in_progress(self, error: ForkdError) -> float:
+        """The daemon still works on an earlier attempt, and answers the next one with what came of it."""
+        self.reply_lost = True
+        self._waits += 1
+        wait = min(backoff(min(self._waits, 8)), 1.0)
+        if self._too_late(wait):
+            late = TimeoutError(
+                f"{self._what}: the daemon at {self.address.url} still works on it after {self.limit:g} s; give the client"
+                " a longer timeout",
+                code=error.code,
+                request_id=error.request_id,
+            )
+            late.outcome_unknown = True
+            raise late
+        return wait
+
+    def _too_late(self, wait: float) -> bool:
+        return _resendable(self.call) and time.monotonic() + wait >= self._until
+
+    @property
+    def _what(self) -> str:
+        return self.call.method + " " + self.call.path
 
 
 def _resendable(call: Call[Any]) -> bool:
