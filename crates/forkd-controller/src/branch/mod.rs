@@ -2,23 +2,24 @@
 //!
 //! A branch is a task of its own, so that it goes on when its client goes away. The steps, in this order:
 //!
-//! 1. The daemon checks the sandbox (`sandbox_starting`, `sandbox_ended`, `state_unknown`, `sandbox_unfit`, in mode `disk`
-//!    `sandbox_paused`), the disk (`disk_full`) and the limits (`daemon_busy`, `limit_reached`), and reserves the tag
-//!    (`tag_taken`, `quota_exceeded`).
-//! 2. The branch waits until its source takes another one (`admission`: `sandbox_ended`, `daemon_busy`, `cancelled` if a
-//!    client removes the tag, `shutting_down`).
-//! 3. The daemon prepares everything the pause needs (`capture`, up to step 7; `sandbox_busy` and `sandbox_replaced` if a
-//!    pause or a rollback was first).
+//! 1. The daemon checks the sandbox (`sandbox_starting`, `sandbox_ended`, `sandbox_replaced`, `state_unknown`,
+//!    `sandbox_unfit`, in mode `disk` `sandbox_paused`), the disk (`disk_full`) and the limits (`daemon_busy`,
+//!    `limit_reached`), and reserves the tag (`tag_taken`, `quota_exceeded`).
+//! 2. The branch waits until its source takes another one (`admission`: `sandbox_ended`, `sandbox_replaced`, `daemon_busy`,
+//!    `cancelled` if a client removes the tag, `shutting_down`).
+//! 3. The daemon prepares everything the pause needs (`capture`, up to step 7; `sandbox_busy` while another request
+//!    pauses it or rolls it back; `sandbox_replaced` and `sandbox_ended` if that ended it).
 //! 4. The agent freezes the guest's processes, for a bounded time, and in mode `disk` the file systems, too. If it does not
 //!    answer in time, there is no branch in mode `disk` (`guest_timeout`); in other modes the branch goes on without it.
-//! 5. The monitor forks (`monitor_refused`, `sandbox_ended`; `daemon_busy` if layers are not merged yet).
+//! 5. The monitor forks (`monitor_refused`, `sandbox_ended`, `sandbox_replaced`; `daemon_busy` if layers are not merged yet).
 //! 6. The agent thaws the processes, also after an error.
 //! 7. Both monitors give up the right to write to the layers that they share now (`template_ended` if the branch's process
-//!    ends, `internal` if a monitor breaks the protocol); the template's record is written.
+//!    ends, `sandbox_unfit` and `monitor_refused` if a monitor refuses, `internal` if one breaks the protocol); the
+//!    template's record is written.
 //! 8. The owner is written to the database. From here on children can be forked, also by the next daemon.
 //!
-//! Then `SnapshotRegistry::persist` saves the branch (`cancelled`, `disk_full`, `shutting_down`; `snapshot_unusable` if the
-//! snapshot that the source came from is damaged). A request with an idempotency key may also get its codes.
+//! Then `SnapshotRegistry::persist` saves the branch (`cancelled`, `disk_full`, `shutting_down`, `tag_taken`;
+//! `snapshot_unusable` if the snapshot that the source came from is damaged). A request with an idempotency key may also get its codes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -92,12 +92,12 @@ fn histogram(name: &str, help: &str) -> Histogram {
 }
 
 /// All counters and histograms. A new one needs a field, a line in `new`, its name and a line in `show`, and its lines in
-/// docs/metrics.txt.
+/// docs/metrics.txt. ARCHITECTURE.md (*Telemetry*) names the code that counts; alerts are in docs/RUNBOOK.md.
 #[derive(Debug)]
 pub(crate) struct Metrics {
-    /// From the arrival of a request for children to the fork of one.
+    /// From the arrival of a request for children, or of a rollback, to the fork of one.
     pub(crate) spawn_fork: Histogram,
-    /// From the arrival of a request for children to the first answer of one.
+    /// From the arrival of a request for children, or of a rollback, to the first answer of one.
     pub(crate) spawn_ready: Histogram,
     /// How long vCPUs stood still for a branch or a fork.
     pub(crate) branch_pause: Histogram,

@@ -1,6 +1,6 @@
 //! Paused sandboxes of the E2B API: each is a suspended workspace that is called like its sandbox.
 //!
-//! So a pause has the crash rules of a suspend, and what it stores is kept by the rules for workspaces.
+//! So a pause has the crash rules of a suspend. No time-out and no gc removes what it stores (docs/LIFECYCLE.md).
 
 use std::sync::Arc;
 

@@ -26,9 +26,9 @@ use crate::{Error, Result};
 
 /// How every state file begins.
 pub const MAGIC: [u8; 8] = *b"forkdvm\0";
-/// The version of the file's frame, of what its guest was given, and of the addresses in `layout`. Sections have versions
-/// of their own. When you raise it, keep 2 among those that `frame` accepts. A guest from a file of version 2 must be saved
-/// as version 2 again: see [`version`].
+/// The version of the file's frame, of the CPU features that its guest got ([`Grant`]), and of the addresses in `layout`.
+/// Sections have versions of their own. When you raise it, keep 2 among those that `frame` accepts. A guest from a file of
+/// version 2 must be saved as version 2 again: see [`version`].
 pub const FORMAT_VERSION: u32 = 2;
 /// The version of guests that were booted with performance counters and WAITPKG. They are saved as what
 /// they are: only in this version a state may have them.

@@ -127,7 +127,7 @@ pub struct DeviceState {
 /// `Kind::Device` (`file.rs`), keep this struct for files of version 1, and let `file::section` return the version, since it
 /// refuses every version but the newest. The closure `change` of `fuzz_device_state` (`fuzz.rs`) gets a line for the field.
 /// The examples in `fuzz/corpus/state_file` stay, because tests read them. Add new ones: the bytes of `good()` in
-/// `file_tests.rs`, and the same without the header.
+/// `file_tests.rs`, and the same without the header. `good()` has no disk: for a disk's field, add one to its state first.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportState {
     /// How far driver and device have come.
@@ -185,7 +185,8 @@ pub enum DevicePart {
     Rng,
 }
 
-/// A disk.
+/// A disk. It is also all of a `Kind::Disk` section: a new field raises the versions of `Kind::Device` and `Kind::Disk`. See
+/// [`TransportState`] for the steps.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockState {
     /// The serial number shown to the guest.

@@ -4,7 +4,8 @@
 //! the device's present state has no effect: queues are set up between FEATURES_OK and DRIVER_OK and nowhere
 //! else, features are settled before, and a device that asked for a reset does nothing but wait for it.
 //!
-//! Registers that must survive a fork or a restore are in [`TransportState`].
+//! The transport's registers that must survive a fork or a restore are in [`TransportState`]. A device's own state is in its
+//! [`DevicePart`](crate::state::DevicePart).
 
 use std::fmt;
 use std::io;
