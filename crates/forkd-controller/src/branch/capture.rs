@@ -17,7 +17,7 @@ use crate::host::lineage::Lineage;
 use crate::monitor::{DISKS_ALONE, Monitor, control_socket};
 use crate::sandbox::command::{ForkedBranch, MonitorCommand};
 use crate::sandbox::quiesce::{freeze, freeze_disks};
-use crate::sandbox::{Phase, Sandbox};
+use crate::sandbox::{DesiredState, Phase, Sandbox};
 use crate::snapshot::branch_job::{BranchJob, CaptureStats, Mode};
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::snapshot::template::{MemorySource, Template};
@@ -61,7 +61,13 @@ async fn attempt(
     let (place, data, bare) =
         (folder.to_owned(), snapshots.host.config.data_dir.clone(), sandbox.spec.is_bare());
     let Some(lineage) = sandbox.resources().lineage.clone() else {
-        return Err(Error::new(Code::SandboxEnded, format!("sandbox {} is being deleted", sandbox.id)));
+        let id = &sandbox.id;
+        return Err(match sandbox.desired() {
+            DesiredState::Replace => {
+                Error::new(Code::SandboxReplaced, format!("sandbox {id} was rolled back meanwhile; ask again"))
+            }
+            _ => Error::new(Code::SandboxEnded, format!("sandbox {id} is being deleted")),
+        });
     };
     let family = lineage.clone();
     let prepared = blocking("preparing a branch", move || prepare(&place, &data, bare, &family)).await?;
