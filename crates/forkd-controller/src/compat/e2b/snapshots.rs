@@ -14,6 +14,7 @@ use crate::auth::principal::{Principal, SHARED};
 use crate::branch::BranchSpec;
 use crate::compat::e2b::extract::Body;
 use crate::compat::e2b::names::{MAX_NAME, missing, without_default};
+use crate::compat::e2b::sandboxes::to_its_end;
 use crate::compat::e2b::{E2bContext, Found, not_found};
 use crate::error::{Code, Error, Result};
 use crate::snapshot::branch_job::Mode;
@@ -175,6 +176,12 @@ pub(super) async fn remove(
     Extension(who): Extension<Principal>,
     Path(name): Path<String>,
 ) -> Result<StatusCode> {
+    // Also if the client disconnects: a name of a removed snapshot would be left.
+    to_its_end(async move { remove_named(&e2b, &who, &name).await }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn remove_named(e2b: &E2bContext, who: &Principal, name: &str) -> Result<()> {
     let database = e2b.registry.host.database.clone();
     let forget = async |tag: String| {
         let database = database.clone();
@@ -182,21 +189,20 @@ pub(super) async fn remove(
         blocking("removing the names of a snapshot", forget).await
     };
     // The client means the snapshot that it named. If that is gone, another one may have the name as its tag.
-    if let Some(tag) = e2b.named_tag(&name, &who).await?
+    if let Some(tag) = e2b.named_tag(name, who).await?
         && e2b.snapshots.get(&tag).is_err()
     {
         forget(tag).await?;
-        return Err(missing(&name));
+        return Err(missing(name));
     }
-    let entry = e2b.template(&name, &who).await?;
+    let entry = e2b.template(name, who).await?;
     if !who.owns(&entry.owner()) {
         let text = format!("template {name} is shared by all owners; ask an admin to remove it");
         return Err(Error::new(Code::Forbidden, text));
     }
     let tag = entry.tag.clone();
-    e2b.workspaces.remove_snapshot_for(&tag, Removal::Plain, &who).await?;
-    forget(tag).await?;
-    Ok(StatusCode::NO_CONTENT)
+    e2b.workspaces.remove_snapshot_for(&tag, Removal::Plain, who).await?;
+    forget(tag).await
 }
 
 /// Whether a template is there.

@@ -7,12 +7,14 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::auth::principal::{LOCAL, Principal, Scope};
-use crate::compat::e2b::table;
+use crate::auth::tokens::Tokens;
+use crate::compat::e2b::{E2bContext, table};
 use crate::error::Code;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::{End, Phase};
 use crate::testing::fake_guest::{FakeDaemon, ID, eventually};
-use crate::workspace::WorkspaceSpec;
+use crate::testing::fake_host::{Daemon, FakeHost};
+use crate::workspace::{WorkspaceSpec, Workspaces};
 
 /// A daemon whose sandbox is of the E2B API.
 async fn daemon() -> FakeDaemon {
@@ -29,6 +31,15 @@ async fn daemon() -> FakeDaemon {
     };
     daemon.sandbox.update_runtime(|runtime| runtime.saved.e2b = Some(Box::new(state)));
     daemon
+}
+
+/// What the handlers use of a daemon without listeners.
+async fn context(host: &FakeHost, daemon: &Daemon) -> E2bContext {
+    let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
+    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+    let tokens = Arc::new(Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap());
+    let stopping = tokio_util::sync::CancellationToken::new();
+    E2bContext { registry, snapshots, workspaces, tokens, stopping }
 }
 
 fn headers(token: &str) -> String {
@@ -160,21 +171,14 @@ async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
     use axum::Extension;
     use axum::extract::State;
 
-    use crate::auth::tokens::Tokens;
     use crate::compat::e2b::extract::Body;
-    use crate::compat::e2b::{E2bContext, sandboxes};
+    use crate::compat::e2b::sandboxes;
     use crate::sandbox::idempotency::IdempotencyMark;
-    use crate::testing::fake_host::FakeHost;
-    use crate::workspace::Workspaces;
 
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let _live = daemon.live("t").await;
-    let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
-    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
-    let tokens = Arc::new(Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap());
-    let stopping = tokio_util::sync::CancellationToken::new();
-    let e2b = E2bContext { registry, snapshots, workspaces, tokens, stopping };
+    let e2b = context(&host, &daemon).await;
     let create = async || {
         let mark = Extension(IdempotencyMark { mark: "local k".into(), before: false });
         let quota = forkd_store::Quota { max_sandboxes: Some(1), ..forkd_store::Quota::default() };
@@ -187,6 +191,30 @@ async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
     let request = made[0].read_runtime(|runtime| runtime.saved.lifetime.request.clone());
     assert_eq!((made.len(), request.as_deref()), (1, Some("local k")));
     assert_eq!(create().await.unwrap_err().code(), Code::QuotaExceeded);
+}
+
+#[tokio::test]
+async fn a_client_that_disconnects_while_a_snapshot_is_removed_leaves_no_name() {
+    use axum::Extension;
+    use axum::extract::{Path, State};
+    use futures_util::future::poll_immediate;
+
+    use crate::compat::e2b::snapshots;
+
+    let host = FakeHost::new();
+    host.store("mine-1", |_| {});
+    let daemon = host.daemon().await;
+    let e2b = context(&host, &daemon).await;
+    let (owner, name) = (LOCAL.into(), "mine".into());
+    let (tag, sandbox) = ("mine-1".into(), ID.into());
+    let named = forkd_store::TemplateName { owner, name, tag, sandbox, created_at_unix: 1 };
+    host.database.name_template(&named).unwrap();
+    let removal = snapshots::remove(State(e2b), Extension(Principal::local()), Path("mine".into()));
+    assert!(poll_immediate(removal).await.is_none(), "the client is gone before the answer");
+    eventually("the end of the removal", || {
+        daemon.snapshots.get("mine-1").is_err() && host.database.templates().unwrap().is_empty()
+    })
+    .await;
 }
 
 #[tokio::test]
