@@ -132,7 +132,8 @@ pub(super) async fn list(
     Extension(who): Extension<Principal>,
     RawQuery(query): RawQuery,
 ) -> Result<Response> {
-    let (mut sandbox, mut name, mut limit, mut after) = (None, None, PAGE, None);
+    let (mut sandbox, mut name, mut limit) = (None, None, PAGE);
+    let mut after: Option<(u64, String)> = None;
     for (key, value) in form_urlencoded::parse(query.as_deref().unwrap_or_default().as_bytes()) {
         match key.as_ref() {
             "sandboxID" => sandbox = Some(value.into_owned()),
@@ -142,8 +143,9 @@ pub(super) async fn list(
                 limit = given.ok_or_else(|| Error::invalid(format!("limit must be 1 to {PAGE}")))?;
             }
             "nextToken" if !value.is_empty() => {
-                let index = value.parse::<usize>();
-                after = Some(index.map_err(|_| {
+                let place =
+                    value.split_once('.').and_then(|(at, tag)| Some((at.parse().ok()?, tag.to_owned())));
+                after = Some(place.ok_or_else(|| {
                     Error::invalid("nextToken must be the X-Next-Token of the previous page")
                 })?);
             }
@@ -152,19 +154,26 @@ pub(super) async fn list(
     }
     let database = e2b.registry.host.database.clone();
     let all = blocking("listing snapshots", move || Ok(database.templates()?)).await?;
-    let shown = all.into_iter().filter(|named| {
-        who.owns(&named.owner)
-            && sandbox.as_ref().is_none_or(|sandbox| named.sandbox == *sandbox)
-            && name.as_ref().is_none_or(|name| named.name == *name)
-            && e2b.snapshots.usable(&named.tag, &who).is_ok()
-    });
-    let begin = after.unwrap_or(0);
-    let mut page: Vec<_> = shown.skip(begin).take(limit + 1).collect();
+    // By tag within a second: a snapshot's name may change between two pages.
+    let place = |named: &TemplateName| (named.created_at_unix, named.tag.clone());
+    let mut page: Vec<_> = all
+        .into_iter()
+        .filter(|named| {
+            after.as_ref().is_none_or(|after| place(named) > *after)
+                && who.owns(&named.owner)
+                && sandbox.as_ref().is_none_or(|sandbox| named.sandbox == *sandbox)
+                && name.as_ref().is_none_or(|name| named.name == *name)
+                && e2b.snapshots.usable(&named.tag, &who).is_ok()
+        })
+        .collect();
+    page.sort_by_key(place);
     let more = page.len() > limit;
     page.truncate(limit);
+    let next = page.last().filter(|_| more).map(place);
     let mut response =
         Json(page.iter().map(|named| SnapshotShown::of(named, &who)).collect::<Vec<_>>()).into_response();
-    if let Some(next) = more.then(|| HeaderValue::from(begin + limit)) {
+    let next = next.and_then(|(at, tag)| HeaderValue::from_str(&format!("{at}.{tag}")).ok());
+    if let Some(next) = next {
         response.headers_mut().insert(HeaderName::from_static("x-next-token"), next);
     }
     Ok(response)

@@ -194,6 +194,42 @@ async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
 }
 
 #[tokio::test]
+async fn a_page_of_snapshots_begins_after_the_last_one_although_earlier_ones_are_gone() {
+    use crate::error::Error;
+    use crate::snapshot::registry::SnapshotState;
+
+    let daemon = daemon().await;
+    let database = daemon.app.registry.host.database.clone();
+    // The last two have the same second.
+    for (tag, created_at_unix) in [("s1", 1), ("s2", 2), ("s3", 3), ("s4", 4), ("s5", 4)] {
+        let state = SnapshotState::Failed { error: Error::invalid("of a test"), job: None };
+        daemon.app.snapshots.reserve(tag, state, LOCAL, &forkd_store::Quota::default()).unwrap();
+        let (owner, name) = (LOCAL.to_owned(), format!("name-{tag}"));
+        let (tag, sandbox) = (tag.into(), ID.into());
+        let named = forkd_store::TemplateName { owner, name, tag, sandbox, created_at_unix };
+        database.name_template(&named).unwrap();
+    }
+    let page = async |token: &str| {
+        let (status, head, body) =
+            daemon.ask(&format!("GET /snapshots?limit=2&nextToken={token}"), "", b"").await;
+        let next = head.lines().find_map(|line| line.strip_prefix("x-next-token: ")).map(str::to_owned);
+        let names: Option<Vec<Value>> =
+            parsed(&body).as_array().map(|all| all.iter().map(|it| it["snapshotID"].clone()).collect());
+        (status, names.unwrap_or_default(), next)
+    };
+    let shown = |names: [&str; 2]| names.map(|name| json!(format!("name-{name}:default"))).to_vec();
+    let (_, first, next) = page("").await;
+    assert_eq!(first, shown(["s1", "s2"]));
+    assert_eq!(daemon.json("DELETE /templates/name-s1", None).await.0, 204);
+    assert_eq!(daemon.json("DELETE /templates/name-s2", None).await.0, 204);
+    let (_, second, next) = page(&next.unwrap()).await;
+    assert_eq!(second, shown(["s3", "s4"]));
+    let (_, last, next) = page(&next.unwrap()).await;
+    assert_eq!((last, next), (vec![json!("name-s5:default")], None));
+    assert_eq!(page("7").await.0, 400);
+}
+
+#[tokio::test]
 async fn a_client_that_disconnects_while_a_snapshot_is_removed_leaves_no_name() {
     use axum::Extension;
     use axum::extract::{Path, State};
