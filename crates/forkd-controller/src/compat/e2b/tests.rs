@@ -421,7 +421,7 @@ async fn a_handler_checks_the_owner_of_a_sandbox_that_came_back_since_the_reques
     use axum::extract::{Path, RawQuery, State};
 
     use crate::compat::e2b::extract::Body;
-    use crate::compat::e2b::{fork, metrics, sandboxes, snapshots};
+    use crate::compat::e2b::{deadline, fork, metrics, sandboxes, snapshots};
 
     let daemon = daemon().await;
     let (e2b, id) = (|| State(daemon.app.e2b()), || Path(ID.to_owned()));
@@ -434,8 +434,8 @@ async fn a_handler_checks_the_owner_of_a_sandbox_that_came_back_since_the_reques
         sandboxes::kill(e2b(), bob(), id()).await.map(drop).unwrap_err(),
         sandboxes::connect(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
         sandboxes::resume(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
-        sandboxes::refresh(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
-        sandboxes::set_timeout(e2b(), bob(), id(), Body(serde_json::from_str("{\"timeout\":0}").unwrap()))
+        deadline::refresh(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        deadline::set_timeout(e2b(), bob(), id(), Body(serde_json::from_str("{\"timeout\":0}").unwrap()))
             .await
             .map(drop)
             .unwrap_err(),
