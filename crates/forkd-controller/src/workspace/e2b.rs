@@ -143,7 +143,7 @@ impl Workspaces {
             record.owner == spec.owner && record.live_sandbox_id.as_deref() == Some(id) && !record.deleted
         };
         let record = match workspace.state() {
-            WorkspaceState::Kept(record) if is_its(&record) => record,
+            WorkspaceState::Kept(record) if is_its(&record) => *record,
             WorkspaceState::Kept(_) => {
                 let text = format!("a workspace of another sandbox is called {id}; delete it first");
                 return Err(Error::new(Code::NameTaken, text));
@@ -161,7 +161,8 @@ impl Workspaces {
                 }
             }
         };
-        let record = WorkspaceRecord { e2b: Some(state), ..record };
+        let request = sandbox.read_runtime(|runtime| runtime.saved.lifetime.request.clone());
+        let record = WorkspaceRecord { e2b: Some(state), request, ..record };
         if let Err(error) = self.keep(&workspace, record.clone()).await {
             if matches!(workspace.state(), WorkspaceState::CreateJob) {
                 self.all.lock().remove(id);
@@ -190,6 +191,16 @@ impl Workspaces {
             true => self.delete_locked(&sandbox.id, &workspace, Some(end)).await,
             false => Ok(()),
         }
+    }
+
+    /// The sandbox that the request with this idempotency key made, if it was paused since.
+    pub(crate) fn made_by(&self, mark: &str) -> Option<String> {
+        let all = self.all.lock();
+        let is_its = |workspace: &Workspace| match &*workspace.state.lock() {
+            WorkspaceState::Kept(record) => record.request.as_deref() == Some(mark),
+            _ => false,
+        };
+        all.iter().find(|(_, workspace)| is_its(workspace)).map(|(name, _)| name.clone())
     }
 
     /// Resumes the paused sandbox `id` for `timeout_secs`, or for as long as the last time. Returns whether it was
@@ -230,13 +241,14 @@ impl Workspaces {
 #[cfg(test)]
 impl Workspaces {
     /// Enters a record in memory, as if the sandbox `id` were paused to the snapshot `tag`.
-    pub(crate) fn enter_paused(&self, id: &str, tag: &str, state: E2bState) {
+    pub(crate) fn enter_paused(&self, id: &str, tag: &str, state: E2bState, request: Option<&str>) {
         let record = WorkspaceRecord {
             current_state_tag: Some(tag.to_owned()),
             e2b: Some(Box::new(state)),
+            request: request.map(str::to_owned),
             ..WorkspaceRecord::new("ws1".into(), id, tag, 1)
         };
-        self.all.lock().insert(id.to_owned(), Workspace::new(WorkspaceState::Kept(record)));
+        self.all.lock().insert(id.to_owned(), Workspace::new(WorkspaceState::Kept(Box::new(record))));
     }
 }
 

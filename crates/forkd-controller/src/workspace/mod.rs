@@ -29,6 +29,7 @@ use tokio::sync::OwnedMutexGuard;
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::cold_boot::start_children;
+use crate::sandbox::lifetime::Lifetime;
 use crate::sandbox::registry::{Bound, Registry};
 use crate::sandbox::spawn;
 use crate::sandbox::{End, Phase, Sandbox};
@@ -65,7 +66,7 @@ enum WorkspaceState {
     /// The first sandbox is being forked; nothing is on disk.
     CreateJob,
     /// The record, as it is on disk.
-    Kept(WorkspaceRecord),
+    Kept(Box<WorkspaceRecord>),
     /// The file cannot be used, with the reason.
     Broken(String),
 }
@@ -126,7 +127,7 @@ impl Workspaces {
         .await?;
         let all = found.into_iter().map(|(name, read)| {
             let state = match read {
-                Ok(record) => WorkspaceState::Kept(record),
+                Ok(record) => WorkspaceState::Kept(Box::new(record)),
                 Err(why) => {
                     tracing::error!(folder = shown, workspace = name, why, "workspace file cannot be used");
                     WorkspaceState::Broken(why)
@@ -219,7 +220,7 @@ impl Workspaces {
 
     fn record_of(&self, name: &str, workspace: &Workspace) -> Result<WorkspaceRecord> {
         match workspace.state() {
-            WorkspaceState::Kept(record) => Ok(record),
+            WorkspaceState::Kept(record) => Ok(*record),
             WorkspaceState::CreateJob => Err(being_made(name)),
             WorkspaceState::Broken(why) => {
                 let text = format!(
@@ -350,6 +351,7 @@ impl Workspaces {
 
     async fn fork(&self, record: &WorkspaceRecord, who: &Principal) -> Result<Bound> {
         let e2b = record.e2b.clone();
+        let lifetime = e2b.as_ref().map(|e2b| e2b.lifetime()).unwrap_or_default();
         let spec = spawn::SpawnSpec {
             tag: record.tag().to_owned(),
             // A snapshot of another owner may have the tag by now.
@@ -362,7 +364,7 @@ impl Workspaces {
             envs: e2b.as_ref().map(|e2b| e2b.variables(&record.name)).unwrap_or_default(),
             workspace: Some(record.name.clone()),
             time_to_live: e2b.as_ref().map(|e2b| Duration::from_secs(e2b.timeout_secs)),
-            lifetime: e2b.as_ref().map(|e2b| e2b.lifetime()).unwrap_or_default(),
+            lifetime: Lifetime { request: record.request.clone(), ..lifetime },
             arrived: Instant::now(),
             id: e2b.is_some().then(|| record.name.clone()),
             e2b,
@@ -428,7 +430,7 @@ impl Workspaces {
         if let WorkspaceState::Kept(record) = workspace.state() {
             owner = Some(record.owner.clone());
             // First of all: if this daemon is killed, the next one finishes the deletion.
-            let record = WorkspaceRecord { deleted: true, ..record };
+            let record = WorkspaceRecord { deleted: true, ..*record };
             self.keep(workspace, record.clone()).await?;
             if let Some(id) = &record.live_sandbox_id {
                 match (self.registry.get(id), end) {
@@ -503,7 +505,7 @@ impl Workspaces {
             })
         })
         .await?;
-        *workspace.state.lock() = WorkspaceState::Kept(record);
+        *workspace.state.lock() = WorkspaceState::Kept(Box::new(record));
         Ok(())
     }
 }

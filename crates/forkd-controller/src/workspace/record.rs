@@ -55,6 +55,9 @@ pub(crate) struct WorkspaceRecord {
     /// sandbox, and the sandbox keeps that id when it is resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) e2b: Option<Box<E2bState>>,
+    /// The request that created that sandbox, if it had an idempotency key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) request: Option<String>,
 }
 
 impl WorkspaceRecord {
@@ -75,6 +78,7 @@ impl WorkspaceRecord {
             retired: Vec::new(),
             deleted: false,
             e2b: None,
+            request: None,
         }
     }
 

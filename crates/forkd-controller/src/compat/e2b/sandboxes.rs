@@ -57,6 +57,20 @@ pub(super) async fn create(
     if let Some(Found::Running(sandbox, state)) = earlier.iter().find_map(is_there) {
         return Ok(created(&sandbox.id, &state));
     }
+    // Its time may have paused it meanwhile, and a client that creates a sandbox wants one that runs.
+    if let Some(Extension(mark)) = idempotency.as_ref().filter(|mark| mark.before)
+        && let Some(id) = e2b.workspaces.made_by(&mark.mark)
+        && let Ok(found) = e2b.find_for(&id, &who)
+    {
+        let state = match found {
+            Found::Running(_, state) => state,
+            Found::Paused(_, state) => {
+                e2b.wake(&id, None, &who).await?;
+                state
+            }
+        };
+        return Ok(created(&id, &state));
+    }
     request.check()?;
     let timeout_secs = request.timeout()?;
     let envs = request.env_vars.clone().unwrap_or_default();

@@ -194,6 +194,37 @@ async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
 }
 
 #[tokio::test]
+async fn a_create_that_an_earlier_daemon_began_resumes_the_sandbox_that_its_time_paused() {
+    use axum::Extension;
+    use axum::extract::State;
+
+    use crate::compat::e2b::extract::Body;
+    use crate::compat::e2b::sandboxes;
+    use crate::sandbox::idempotency::IdempotencyMark;
+
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    let (_template, _state) = (daemon.live("t").await, daemon.live("kept").await);
+    let e2b = context(&host, &daemon).await;
+    let state = E2bState { timeout_secs: 600, access_token: "access".into(), ..E2bState::default() };
+    e2b.workspaces.enter_paused(ID, "kept", state, Some("local k"));
+    let create = async |mark: &str| {
+        let mark = Extension(IdempotencyMark { mark: mark.into(), before: true });
+        let body = Body(serde_json::from_str(r#"{"templateID":"t"}"#).unwrap());
+        let made = sandboxes::create(State(e2b.clone()), Extension(Principal::local()), Some(mark), body);
+        let body = axum::body::to_bytes(made.await.unwrap().into_body(), 1 << 20).await.unwrap();
+        parsed(&body)["sandboxID"].as_str().unwrap().to_owned()
+    };
+    for _ in 0..2 {
+        assert_eq!(create("local k").await, ID);
+        let made = daemon.registry.list();
+        let request = made[0].read_runtime(|runtime| runtime.saved.lifetime.request.clone());
+        assert_eq!((made.len(), request.as_deref()), (1, Some("local k")), "a later retry finds it, too");
+    }
+    assert_ne!(create("local other").await, ID);
+}
+
+#[tokio::test]
 async fn a_page_of_snapshots_begins_after_the_last_one_although_earlier_ones_are_gone() {
     use crate::error::Error;
     use crate::snapshot::registry::SnapshotState;
@@ -362,7 +393,7 @@ async fn a_sandbox_that_is_being_resumed_is_listed_once_as_running() {
     let state = daemon.sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()).unwrap();
     let other = "sb0123456789abcdef";
     for id in [ID, other] {
-        daemon.app.workspaces.enter_paused(id, "paused", (*state).clone());
+        daemon.app.workspaces.enter_paused(id, "paused", (*state).clone(), None);
     }
     let listed = async |query: &str| {
         let (_, page) = daemon.json(&format!("GET /v2/sandboxes{query}"), None).await;
