@@ -115,7 +115,7 @@ impl Timeouts {
             let (step, now) = (steps.look(), now_unix());
             for sandbox in self.registry.list() {
                 if let Some(secs) = step
-                    && let Err(error) = move_deadline(&sandbox, secs)
+                    && let Err(error) = self.follow_clock(&sandbox, secs).await
                 {
                     tracing::warn!(sandbox = sandbox.id, %error, "sandbox deadline not updated");
                 }
@@ -126,9 +126,17 @@ impl Timeouts {
             }
             if pruned.is_none_or(|at| at.elapsed() >= PRUNE_EVERY) {
                 prune().await;
+                let workspaces = self.workspaces.clone();
+                task::spawn(Task::TimeoutAction, async move { workspaces.delete_expired().await });
                 pruned = Some(Instant::now());
             }
         }
+    }
+
+    /// Moves the deadline by a step of the host's clock, wherever it is written.
+    async fn follow_clock(&self, sandbox: &Arc<Sandbox>, secs: i64) -> Result<()> {
+        move_deadline(sandbox, secs)?;
+        self.workspaces.keep_deadline(sandbox).await
     }
 
     fn act(&self, sandbox: Arc<Sandbox>, due: Due) {

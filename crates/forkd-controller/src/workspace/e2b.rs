@@ -13,6 +13,7 @@ use crate::sandbox::{End, Phase, RuntimeInfo, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::util::random::new_id;
 use crate::util::time::now_unix;
+use crate::workspace::deadline::is_expired;
 use crate::workspace::suspend::SuspendMode;
 use crate::workspace::{Status, Workspace, WorkspaceRecord, WorkspaceState, Workspaces, no_workspace};
 
@@ -31,7 +32,7 @@ pub(crate) struct PauseSpec {
 
 /// Whether there is a state to resume from. A record without one is of a sandbox whose first pause has not finished.
 fn is_paused(record: &WorkspaceRecord, status: Status) -> bool {
-    !record.deleted && status != Status::Running && record.current_state_tag.is_some()
+    !record.deleted && status != Status::Running && record.current_state_tag.is_some() && !is_expired(record)
 }
 
 impl Workspaces {
@@ -118,7 +119,7 @@ impl Workspaces {
     }
 
     /// Makes the workspace of a running sandbox, or brings its record up to date. Returns it with its turn.
-    async fn take_in(
+    pub(super) async fn take_in(
         &self,
         sandbox: &Arc<Sandbox>,
     ) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>, WorkspaceRecord)> {
@@ -222,7 +223,7 @@ impl Workspaces {
         if let Some(sandbox) = self.live(&record) {
             return Ok((false, sandbox));
         }
-        if record.current_state_tag.is_none() {
+        if !is_paused(&record, self.status(&record)) {
             return Err(no_workspace(id));
         }
         let Some(state) = &mut record.e2b else {
@@ -240,6 +241,15 @@ impl Workspaces {
 
 #[cfg(test)]
 impl Workspaces {
+    /// Enters a record in memory, as if the sandbox `id` had been paused to the snapshot `tag` and resumed.
+    pub(crate) fn enter_running(&self, id: &str, tag: &str, state: E2bState) {
+        self.enter_paused(id, tag, state, None);
+        let workspace = self.get(id).unwrap();
+        if let WorkspaceState::Kept(record) = &mut *workspace.state.lock() {
+            record.live_sandbox_id = Some(id.to_owned());
+        }
+    }
+
     /// Enters a record in memory, as if the sandbox `id` were paused to the snapshot `tag`.
     pub(crate) fn enter_paused(&self, id: &str, tag: &str, state: E2bState, request: Option<&str>) {
         let record = WorkspaceRecord {

@@ -10,6 +10,7 @@
 //! sandbox's own record names its workspace before the sandbox is forked. So after a crash at any point the next
 //! daemon finds each sandbox that its workspace's record does not name, ends it, and removes each unused tag.
 
+mod deadline;
 mod e2b;
 mod record;
 mod remove_snapshot;
@@ -58,6 +59,8 @@ pub(crate) struct Workspaces {
 pub(crate) struct Workspace {
     /// Held during a change of the workspace: one change at a time.
     turn: Arc<tokio::sync::Mutex<()>>,
+    /// Held while the record is written. A write of the deadline does not wait for the turn.
+    writing: tokio::sync::Mutex<()>,
     state: Mutex<WorkspaceState>,
 }
 
@@ -93,7 +96,7 @@ pub(crate) struct WorkspaceSpec {
 
 impl Workspace {
     fn new(state: WorkspaceState) -> Arc<Self> {
-        Arc::new(Workspace { turn: Arc::default(), state: Mutex::new(state) })
+        Arc::new(Workspace { turn: Arc::default(), writing: Default::default(), state: Mutex::new(state) })
     }
 
     fn state(&self) -> WorkspaceState {
@@ -496,8 +499,15 @@ impl Workspaces {
         }
     }
 
-    /// Writes a record to disk, and only then sets it in memory.
+    /// Writes a record with the deadline of now to disk, and only then sets it in memory.
     async fn keep(&self, workspace: &Workspace, record: WorkspaceRecord) -> Result<()> {
+        let _writing = workspace.writing.lock().await;
+        let kill_at_unix = self.kill_at(&record);
+        self.write(workspace, WorkspaceRecord { kill_at_unix, ..record }).await
+    }
+
+    /// The same for a caller that holds `writing`, with the deadline as it is in the record.
+    async fn write(&self, workspace: &Workspace, record: WorkspaceRecord) -> Result<()> {
         let (folder, written) = (self.folder.clone(), record.clone());
         blocking("writing a workspace's file", move || {
             folder.write(&written).map_err(|error| {

@@ -1,6 +1,6 @@
 //! The deadline of a running sandbox of the E2B API: clients set and lengthen it.
 //!
-//! Once the daemon acts on the deadline, a change comes too late and fails. A change that succeeds is obeyed.
+//! Once the daemon acts on the deadline, a change comes too late and fails. A change that succeeds is on disk.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +21,8 @@ impl E2bContext {
     /// Gives a running sandbox at least that much time from now.
     pub(super) async fn lengthen(&self, sandbox: &Arc<Sandbox>, timeout: Option<u64>) -> Result<()> {
         let Some(secs) = timeout else { return sandbox.check_not_suspending() };
-        extend(sandbox, secs)
+        extend(sandbox, secs)?;
+        self.workspaces.keep_deadline(sandbox).await
     }
 }
 
@@ -57,7 +58,10 @@ pub(super) async fn set_timeout(
 ) -> Result<StatusCode> {
     let secs = check_timeout(Some(request.timeout))?.unwrap_or_default();
     match e2b.find_for(&id, &who)? {
-        Found::Running(sandbox, _) => set_deadline(&sandbox, secs, |_| true)?,
+        Found::Running(sandbox, _) => {
+            set_deadline(&sandbox, secs, |_| true)?;
+            e2b.workspaces.keep_deadline(&sandbox).await?;
+        }
         Found::Paused(..) => return Err(not_found(&id)),
     }
     Ok(StatusCode::NO_CONTENT)

@@ -269,7 +269,9 @@ fn listed(e2b: &E2bContext, found: &Found) -> Listed {
             let end_at = sandbox.read_runtime(|runtime| runtime.saved.deadline_unix);
             Listed::new(&sandbox.id, state, size, end_at, false)
         }
-        Found::Paused(record, state) => Listed::new(&record.name, state, size_of(e2b, record), None, true),
+        Found::Paused(record, state) => {
+            Listed::new(&record.name, state, size_of(e2b, record), record.kill_at_unix, true)
+        }
     }
 }
 

@@ -221,7 +221,46 @@ async fn a_create_that_an_earlier_daemon_began_resumes_the_sandbox_that_its_time
         let request = made[0].read_runtime(|runtime| runtime.saved.lifetime.request.clone());
         assert_eq!((made.len(), request.as_deref()), (1, Some("local k")), "a later retry finds it, too");
     }
+    // Its record has the deadline that it was resumed with, for a daemon that finds it lost.
+    let deadline = daemon.registry.get(ID).unwrap().read_runtime(|runtime| runtime.saved.deadline_unix);
+    assert!(deadline.is_some() && e2b.workspaces.show(ID).unwrap().0.kill_at_unix == deadline);
     assert_ne!(create("local other").await, ID);
+}
+
+#[tokio::test]
+async fn a_change_of_the_time_is_in_the_record_for_the_next_daemon_and_a_late_one_is_refused() {
+    let daemon = daemon().await;
+    let state = daemon.sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()).unwrap();
+    daemon.app.workspaces.enter_running(ID, "paused", *state);
+    let (timeout, connect) =
+        (format!("POST /sandboxes/{ID}/timeout"), format!("POST /v2/sandboxes/{ID}/connect"));
+    let refresh = format!("POST /sandboxes/{ID}/refreshes");
+    let written = || daemon.app.workspaces.show(ID).unwrap().0.kill_at_unix;
+    let deadline = || daemon.sandbox.read_runtime(|runtime| runtime.saved.deadline_unix);
+    for (line, body) in [
+        (&timeout, json!({"timeout": 100})),
+        (&connect, json!({"timeout": 1000})),
+        (&refresh, json!({"duration": 2000})),
+    ] {
+        let before = written();
+        assert!(daemon.json(line, Some(body)).await.0 < 300, "{line}");
+        assert!(written() > before && written() == deadline(), "{line}");
+    }
+    let before = deadline();
+    daemon.sandbox.update_runtime(|runtime| runtime.is_suspending = true);
+    assert_eq!(daemon.json(&timeout, Some(json!({"timeout": 9000}))).await.0, 409);
+    daemon.sandbox.update_runtime(|runtime| (runtime.is_suspending, runtime.has_expired) = (false, true));
+    for (line, body) in [
+        (&timeout, json!({"timeout": 9000})),
+        (&connect, json!({"timeout": 9000})),
+        (&refresh, json!({"duration": 3000})),
+    ] {
+        let (status, error) = daemon.json(line, Some(body)).await;
+        assert_eq!((status, &error["code"]), (404, &json!(404)), "{line}: {error}");
+    }
+    let update = format!("PATCH /v1/sandboxes/{ID}");
+    assert_eq!(daemon.json(&update, Some(json!({"timeout_secs": 9000}))).await.0, 404);
+    assert_eq!(deadline(), before);
 }
 
 #[tokio::test]
