@@ -16,7 +16,7 @@ use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::lifetime::{Attempt, IDLE, SUSPENDED, SuspendGuard, TIMED_OUT};
 use crate::sandbox::registry::Registry;
-use crate::sandbox::{End, Phase, Sandbox};
+use crate::sandbox::{End, Phase, RuntimeInfo, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::task::{self, Task};
@@ -85,6 +85,19 @@ impl Sandbox {
             (self.activity.idle() >= Duration::from_secs(idle)).then_some(Due::Idle(idle))
         })
     }
+
+    /// Whether the time is still over because of `due`, and `action` is what follows. A client may have changed both since
+    /// the daemon looked.
+    fn is_still(&self, due: Due, action: OnTimeout, runtime: &RuntimeInfo) -> bool {
+        let lifetime = &runtime.saved.lifetime;
+        let is_over = match due {
+            Due::Expired => runtime.saved.deadline_unix.is_some_and(|at| at <= now_unix()),
+            Due::Idle(_) => lifetime
+                .idle_timeout_secs
+                .is_some_and(|secs| self.activity.idle() >= Duration::from_secs(secs)),
+        };
+        is_over && lifetime.on_timeout == action
+    }
 }
 
 impl Timeouts {
@@ -102,7 +115,7 @@ impl Timeouts {
             let (step, now) = (steps.look(), now_unix());
             for sandbox in self.registry.list() {
                 if let Some(secs) = step
-                    && let Err(error) = move_deadline(&sandbox, secs)
+                    && let Err(error) = self.follow_clock(&sandbox, secs).await
                 {
                     tracing::warn!(sandbox = sandbox.id, %error, "sandbox deadline not updated");
                 }
@@ -113,18 +126,24 @@ impl Timeouts {
             }
             if pruned.is_none_or(|at| at.elapsed() >= PRUNE_EVERY) {
                 prune().await;
+                let workspaces = self.workspaces.clone();
+                task::spawn(Task::TimeoutAction, async move { workspaces.delete_expired().await });
                 pruned = Some(Instant::now());
             }
         }
+    }
+
+    /// Moves the deadline by a step of the host's clock, wherever it is written.
+    async fn follow_clock(&self, sandbox: &Arc<Sandbox>, secs: i64) -> Result<()> {
+        move_deadline(sandbox, secs)?;
+        self.workspaces.keep_deadline(sandbox).await
     }
 
     fn act(&self, sandbox: Arc<Sandbox>, due: Due) {
         let action = sandbox.read_runtime(|runtime| runtime.saved.lifetime.on_timeout);
         tracing::info!(sandbox = sandbox.id, ?due, ?action, "sandbox timed out");
         if action == OnTimeout::Kill {
-            let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
-            self.kill(&sandbox, End::new(reason, due.because(), String::new()));
-            return;
+            return self.kill(&sandbox, due);
         }
         sandbox.update_runtime(|runtime| runtime.attempt = Attempt::UnderWay);
         let (timeouts, waiting) = (self.clone(), sandbox.clone());
@@ -161,20 +180,34 @@ impl Timeouts {
     }
 
     /// Ends a sandbox. One of the E2B API that was paused earlier has states on disk, from which it must not come back:
-    /// they are marked as deleted first.
-    fn kill(&self, sandbox: &Arc<Sandbox>, end: End) {
+    /// they are marked as deleted first, when no other change of them is under way. A client that lengthens the sandbox's
+    /// life before that keeps it.
+    fn kill(&self, sandbox: &Arc<Sandbox>, due: Due) {
+        let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
+        let end = End::new(reason, due.because(), String::new());
+        let expire =
+            move |sandbox: &Sandbox| sandbox.expire_if(|now| sandbox.is_still(due, OnTimeout::Kill, now));
         let is_e2b = sandbox.read_runtime(|runtime| runtime.saved.e2b.is_some());
         if !is_e2b || !self.workspaces.has(&sandbox.id) {
-            return self.registry.end(sandbox, end);
+            if expire(sandbox) {
+                self.registry.end(sandbox, end);
+            }
+            return;
         }
         sandbox.update_runtime(|runtime| runtime.attempt = Attempt::UnderWay);
         let (timeouts, sandbox) = (self.clone(), sandbox.clone());
         task::spawn(Task::TimeoutAction, async move {
-            if let Err(error) = timeouts.workspaces.delete_of(&sandbox, end.clone()).await {
+            let mut expired = None;
+            let decide = || *expired.insert(expire(&sandbox));
+            let deleted = timeouts.workspaces.delete_of(&sandbox, end.clone(), decide).await;
+            if let Err(error) = deleted {
                 tracing::warn!(sandbox = sandbox.id, %error, "paused states of an ended sandbox not removed");
             }
             // Also if it had no state yet.
-            timeouts.registry.end(&sandbox, end);
+            if expired.unwrap_or_else(|| expire(&sandbox)) {
+                timeouts.registry.end(&sandbox, end);
+            }
+            sandbox.update_runtime(|runtime| runtime.attempt = Attempt::None);
         });
     }
 
@@ -183,7 +216,9 @@ impl Timeouts {
         let stamp = sandbox.activity.stamp();
         let _turn = sandbox.lock_exclusive().await?;
         let used = || idle && sandbox.activity.stamp() != stamp;
-        if used() || matches!(sandbox.phase(), Phase::Ended(_)) {
+        // A client changes the time in a turn of its own.
+        let is_due = sandbox.read_runtime(|now| sandbox.is_still(due, OnTimeout::Pause, now));
+        if used() || !is_due || matches!(sandbox.phase(), Phase::Ended(_)) {
             return Ok(());
         }
         if !matches!(sandbox.phase(), Phase::Paused) || sandbox.waits_for_room() {
@@ -208,6 +243,7 @@ impl Timeouts {
     async fn suspend(&self, sandbox: &Arc<Sandbox>, due: Due) -> Result<()> {
         let idle = due != Due::Expired;
         let unused_since = idle.then(|| sandbox.activity.stamp());
+        let is_due = |now: &RuntimeInfo| sandbox.is_still(due, OnTimeout::Suspend, now);
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
         let e2b = sandbox.read_runtime(|runtime| runtime.saved.e2b.as_ref().map(|state| state.keeps_memory));
         if let Some(keeps_memory) = e2b {
@@ -215,10 +251,13 @@ impl Timeouts {
             let who = Principal { quota, owner, scope: Scope::Write, ..Principal::local() };
             // It refuses uses from its turn on: a use that is refused resumes the sandbox, and waits for that turn.
             let pause = PauseSpec { keeps_memory, requires_healthy_guest: false };
-            return self.workspaces.pause_to_disk(sandbox, pause, &who).await;
+            return self.workspaces.pause_to_disk(sandbox, pause, &who, is_due).await;
         }
         // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
-        let _suspending = (!idle).then(|| SuspendGuard::begin(sandbox));
+        let suspending = SuspendGuard::begin_if(sandbox, |now| !idle && is_due(now));
+        if !idle && suspending.is_none() {
+            return Ok(());
+        }
         if let Some(name) = sandbox.read_runtime(|runtime| runtime.saved.workspace.clone()) {
             let who = Principal { quota, ..Principal::local() };
             self.workspaces.suspend(&name, Mode::Full, &who, unused_since).await?;

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use forkd_api::{MAX_TIMEOUT_SECS, OnTimeout};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-use crate::sandbox::{End, Phase, Sandbox};
+use crate::error::{Code, Error, Result};
+use crate::sandbox::{End, Phase, RuntimeInfo, Sandbox};
 use crate::util::time::now_unix;
 
 /// The most labels of one sandbox.
@@ -167,9 +167,14 @@ impl Drop for InUse {
 pub(crate) struct SuspendGuard<'a>(&'a Sandbox);
 
 impl<'a> SuspendGuard<'a> {
-    pub(crate) fn begin(sandbox: &'a Sandbox) -> Self {
-        sandbox.update_runtime(|runtime| runtime.is_suspending = true);
-        SuspendGuard(sandbox)
+    /// None unless `is_due` says so. Until then a client can lengthen the sandbox's life, and from then on it cannot.
+    pub(crate) fn begin_if(sandbox: &'a Sandbox, is_due: impl FnOnce(&RuntimeInfo) -> bool) -> Option<Self> {
+        let mut begun = false;
+        sandbox.update_runtime(|runtime| {
+            begun = is_due(runtime);
+            runtime.is_suspending |= begun;
+        });
+        begun.then(|| SuspendGuard(sandbox))
     }
 }
 
@@ -193,6 +198,27 @@ impl Sandbox {
         change: impl FnOnce(&mut Lifetime, &mut Option<u64>),
     ) -> io::Result<()> {
         self.update_persisted(|runtime| change(&mut runtime.saved.lifetime, &mut runtime.saved.deadline_unix))
+    }
+
+    /// Decides whether the daemon ends the sandbox because its time is over. Until then a client can lengthen its life,
+    /// and from then on it cannot.
+    pub(crate) fn expire_if(&self, is_due: impl FnOnce(&RuntimeInfo) -> bool) -> bool {
+        let mut expired = false;
+        self.update_runtime(|runtime| {
+            runtime.has_expired |= is_due(runtime);
+            expired = runtime.has_expired;
+        });
+        expired
+    }
+
+    /// Fails once the daemon has begun to act on the sandbox's time-out: it would undo a client's change of the time.
+    /// For changes by `try_update_persisted`, where the check and the change are one step.
+    pub(crate) fn check_time_is_open(&self, runtime: &RuntimeInfo) -> Result<()> {
+        if runtime.has_expired {
+            let text = format!("there is no sandbox {} any more: its time was over", self.id);
+            return Err(Error::new(Code::SandboxNotFound, text));
+        }
+        self.check_not_suspending_in(runtime)
     }
 
     /// Whether the idle time-out paused it.

@@ -284,10 +284,15 @@ impl Sandbox {
     /// Fails while the sandbox is being suspended: the stored snapshot would not contain later changes.
     pub(crate) fn check_not_suspending(&self) -> Result<()> {
         self.known()?;
-        if !self.read_runtime(|runtime| runtime.is_suspending) {
+        self.read_runtime(|runtime| self.check_not_suspending_in(runtime))
+    }
+
+    /// The same for a caller that has locked the runtime information.
+    pub(super) fn check_not_suspending_in(&self, runtime: &RuntimeInfo) -> Result<()> {
+        if !runtime.is_suspending {
             return Ok(());
         }
-        let then = match self.read_runtime(|runtime| runtime.saved.workspace.clone()) {
+        let then = match &runtime.saved.workspace {
             Some(name) => format!("run `forkd workspace resume {name}` when that is done"),
             None => "its time is over; fork the snapshot it is stored as (`forkd images`) to continue".into(),
         };

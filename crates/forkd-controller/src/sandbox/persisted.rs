@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 
+use crate::error::{Error, Result};
 use crate::host::process;
 use crate::sandbox::lifetime::Attempt;
 use crate::sandbox::{DesiredState, END, History, Phase, RECORD, Sandbox, SandboxRecord, SavedState};
@@ -63,6 +64,8 @@ pub(crate) struct RuntimeInfo {
     pub(crate) attempt: Attempt,
     /// Whether a suspend stores it and ends it then: work in the guest now would be lost.
     pub(crate) is_suspending: bool,
+    /// Whether the daemon ends it because its time is over: no client can lengthen its life any more.
+    pub(crate) has_expired: bool,
 }
 
 impl Sandbox {
@@ -116,6 +119,21 @@ impl Sandbox {
     pub(crate) fn update_persisted(&self, change: impl FnOnce(&mut RuntimeInfo)) -> io::Result<()> {
         let mut on_disk = self.persisted.lock();
         self.update_runtime(change);
+        self.write_saved(&mut on_disk)
+    }
+
+    /// The same for a change that `change` may refuse. Nothing is written then.
+    pub(crate) fn try_update_persisted(
+        &self,
+        change: impl FnOnce(&mut RuntimeInfo) -> Result<()>,
+    ) -> Result<()> {
+        let mut on_disk = self.persisted.lock();
+        change(&mut self.persisted.runtime())?;
+        let written = self.write_saved(&mut on_disk);
+        written.map_err(|error| Error::host("cannot write the record of a sandbox", error))
+    }
+
+    fn write_saved(&self, on_disk: &mut OnDisk) -> io::Result<()> {
         // A rollback replaces this process: the file belongs to the new one.
         let gone = self.desired() == DesiredState::Replace;
         let Some(record) = on_disk.record.as_mut().filter(|_| !gone) else { return Ok(()) };

@@ -2,7 +2,7 @@
 //! `workspace::sweep` removes earlier states of workspaces.
 //!
 //! On disk: by age and by number per owner, oldest first. A branch that a sandbox, a workspace or another snapshot
-//! needs stays, and so does the snapshot of a suspended sandbox. In memory, where each template holds all pages that
+//! needs stays, and so does the snapshot of a suspended sandbox, and one that a client of the E2B API took. In memory, where each template holds all pages that
 //! its source has written since: templates without new children are unloaded, and the next spawn starts one from
 //! disk. Branches that cannot be saved count like those on disk, and are lost when their memory is freed.
 
@@ -57,7 +57,16 @@ async fn remove_expired(
     needed: &impl Fn() -> Result<BTreeSet<String>>,
 ) {
     let now = crate::util::time::now_unix();
-    for tag in expired(&branches(snapshots), limits, now) {
+    let mut branches = branches(snapshots);
+    // After the list: a snapshot of the E2B API has its name before it is a branch.
+    match snapshots.named_tags().await {
+        Ok(named) => branches.retain(|branch| !named.contains(&branch.tag)),
+        Err(error) => {
+            tracing::warn!(%error, "old branches not removed: the names of snapshots are unknown");
+            return;
+        }
+    }
+    for tag in expired(&branches, limits, now) {
         // Called for each branch: a use may have begun or ended since the last one.
         match needed() {
             Ok(needed) if needed.contains(&tag) => continue,

@@ -22,5 +22,6 @@ pub(crate) mod registry;
 pub(crate) mod save;
 pub(crate) mod state;
 pub(crate) mod template;
+mod template_names;
 pub(crate) mod tree;
 pub(crate) mod unknown;

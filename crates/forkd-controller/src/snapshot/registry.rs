@@ -102,6 +102,7 @@ impl SnapshotRegistry {
             gc_wakeup: Notify::new(),
         });
         let leftovers = snapshots.adopt().await?;
+        snapshots.forget_gone_names().await;
         Ok((snapshots, leftovers))
     }
 

@@ -9,10 +9,11 @@ use tokio::sync::OwnedMutexGuard;
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::e2b::E2bState;
-use crate::sandbox::{End, Phase, Sandbox};
+use crate::sandbox::{End, Phase, RuntimeInfo, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::util::random::new_id;
 use crate::util::time::now_unix;
+use crate::workspace::deadline::is_expired;
 use crate::workspace::suspend::SuspendMode;
 use crate::workspace::{Status, Workspace, WorkspaceRecord, WorkspaceState, Workspaces, no_workspace};
 
@@ -31,7 +32,7 @@ pub(crate) struct PauseSpec {
 
 /// Whether there is a state to resume from. A record without one is of a sandbox whose first pause has not finished.
 fn is_paused(record: &WorkspaceRecord, status: Status) -> bool {
-    !record.deleted && status != Status::Running && record.current_state_tag.is_some()
+    !record.deleted && status != Status::Running && record.current_state_tag.is_some() && !is_expired(record)
 }
 
 impl Workspaces {
@@ -66,12 +67,13 @@ impl Workspaces {
     }
 
     /// Pauses a sandbox of the E2B API: stores it, and ends its process. Without its memory, it boots when it is
-    /// resumed.
+    /// resumed. Does nothing unless `is_due` says so when no other change of the sandbox is under way.
     pub(crate) async fn pause_to_disk(
         &self,
         sandbox: &Arc<Sandbox>,
         pause: PauseSpec,
         who: &Principal,
+        is_due: impl FnOnce(&RuntimeInfo) -> bool,
     ) -> Result<()> {
         if pause.requires_healthy_guest && matches!(sandbox.phase(), Phase::Unresponsive) {
             let text =
@@ -86,7 +88,7 @@ impl Workspaces {
             true => Mode::Full,
         };
         let how = SuspendMode { mode, requires_quiesced: pause.requires_healthy_guest };
-        let paused = self.suspend_locked(&sandbox.id, &workspace, how, who, None).await;
+        let paused = self.suspend_locked(&sandbox.id, &workspace, how, who, |_, now| is_due(now)).await;
         drop(turn);
         if paused.is_err() {
             // The sandbox may have ended meanwhile.
@@ -117,7 +119,7 @@ impl Workspaces {
     }
 
     /// Makes the workspace of a running sandbox, or brings its record up to date. Returns it with its turn.
-    async fn take_in(
+    pub(super) async fn take_in(
         &self,
         sandbox: &Arc<Sandbox>,
     ) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>, WorkspaceRecord)> {
@@ -142,7 +144,7 @@ impl Workspaces {
             record.owner == spec.owner && record.live_sandbox_id.as_deref() == Some(id) && !record.deleted
         };
         let record = match workspace.state() {
-            WorkspaceState::Kept(record) if is_its(&record) => record,
+            WorkspaceState::Kept(record) if is_its(&record) => *record,
             WorkspaceState::Kept(_) => {
                 let text = format!("a workspace of another sandbox is called {id}; delete it first");
                 return Err(Error::new(Code::NameTaken, text));
@@ -160,7 +162,8 @@ impl Workspaces {
                 }
             }
         };
-        let record = WorkspaceRecord { e2b: Some(state), ..record };
+        let request = sandbox.read_runtime(|runtime| runtime.saved.lifetime.request.clone());
+        let record = WorkspaceRecord { e2b: Some(state), request, ..record };
         if let Err(error) = self.keep(&workspace, record.clone()).await {
             if matches!(workspace.state(), WorkspaceState::CreateJob) {
                 self.all.lock().remove(id);
@@ -173,13 +176,32 @@ impl Workspaces {
     }
 
     /// Deletes the workspace of `sandbox` however long the change takes that is under way; the sandbox ends as `end`
-    /// says. Nothing to do if that change suspended it: a client that pauses a sandbox in time keeps it.
-    pub(crate) async fn delete_of(&self, sandbox: &Arc<Sandbox>, end: End) -> Result<()> {
+    /// says. Nothing to do if that change suspended it: a client that pauses a sandbox in time keeps it. Nothing either
+    /// unless `is_due` says so then.
+    pub(crate) async fn delete_of(
+        &self,
+        sandbox: &Arc<Sandbox>,
+        end: End,
+        is_due: impl FnOnce() -> bool,
+    ) -> Result<()> {
         let Ok(workspace) = self.get(&sandbox.id) else { return Ok(()) };
         let _turn = workspace.turn.clone().lock_owned().await;
         let has_it = self.get(&sandbox.id).is_ok_and(|now| Arc::ptr_eq(&now, &workspace));
         let runs = self.registry.get(&sandbox.id).is_ok_and(|now| Arc::ptr_eq(&now, sandbox));
-        if has_it && runs { self.delete_locked(&sandbox.id, &workspace, Some(end)).await } else { Ok(()) }
+        match has_it && runs && is_due() {
+            true => self.delete_locked(&sandbox.id, &workspace, Some(end)).await,
+            false => Ok(()),
+        }
+    }
+
+    /// The sandbox that the request with this idempotency key made, if it was paused since.
+    pub(crate) fn made_by(&self, mark: &str) -> Option<String> {
+        let all = self.all.lock();
+        let is_its = |workspace: &Workspace| match &*workspace.state.lock() {
+            WorkspaceState::Kept(record) => record.request.as_deref() == Some(mark),
+            _ => false,
+        };
+        all.iter().find(|(_, workspace)| is_its(workspace)).map(|(name, _)| name.clone())
     }
 
     /// Resumes the paused sandbox `id` for `timeout_secs`, or for as long as the last time. Returns whether it was
@@ -201,7 +223,7 @@ impl Workspaces {
         if let Some(sandbox) = self.live(&record) {
             return Ok((false, sandbox));
         }
-        if record.current_state_tag.is_none() {
+        if !is_paused(&record, self.status(&record)) {
             return Err(no_workspace(id));
         }
         let Some(state) = &mut record.e2b else {
@@ -219,14 +241,24 @@ impl Workspaces {
 
 #[cfg(test)]
 impl Workspaces {
+    /// Enters a record in memory, as if the sandbox `id` had been paused to the snapshot `tag` and resumed.
+    pub(crate) fn enter_running(&self, id: &str, tag: &str, state: E2bState) {
+        self.enter_paused(id, tag, state, None);
+        let workspace = self.get(id).unwrap();
+        if let WorkspaceState::Kept(record) = &mut *workspace.state.lock() {
+            record.live_sandbox_id = Some(id.to_owned());
+        }
+    }
+
     /// Enters a record in memory, as if the sandbox `id` were paused to the snapshot `tag`.
-    pub(crate) fn enter_paused(&self, id: &str, tag: &str, state: E2bState) {
+    pub(crate) fn enter_paused(&self, id: &str, tag: &str, state: E2bState, request: Option<&str>) {
         let record = WorkspaceRecord {
             current_state_tag: Some(tag.to_owned()),
             e2b: Some(Box::new(state)),
+            request: request.map(str::to_owned),
             ..WorkspaceRecord::new("ws1".into(), id, tag, 1)
         };
-        self.all.lock().insert(id.to_owned(), Workspace::new(WorkspaceState::Kept(record)));
+        self.all.lock().insert(id.to_owned(), Workspace::new(WorkspaceState::Kept(Box::new(record))));
     }
 }
 
@@ -238,7 +270,9 @@ mod tests {
     use super::*;
     use crate::auth::tokens::Tokens;
     use crate::lifecycle::timeouts::Timeouts;
-    use crate::testing::fake_host::FakeHost;
+    use crate::sandbox::lifetime::Attempt;
+    use crate::testing::fake_guest::eventually;
+    use crate::testing::fake_host::{FakeHost, end_of};
 
     #[tokio::test]
     async fn a_client_that_resumes_a_sandbox_while_its_time_out_pauses_it_waits_for_the_pause() {
@@ -278,6 +312,60 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_client_that_lengthens_a_life_in_time_keeps_the_sandbox_and_one_that_is_late_gets_an_error() {
+        for action in [OnTimeout::Kill, OnTimeout::Suspend] {
+            let host = FakeHost::new();
+            let daemon = host.daemon().await;
+            let (sandbox, _monitor) = daemon.booted().await;
+            let state = E2bState { keeps_memory: true, ..E2bState::default() };
+            sandbox.update_persisted(|runtime| runtime.saved.e2b = Some(Box::new(state))).unwrap();
+            let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
+            let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+            let tokens = Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap();
+            let timeouts =
+                Timeouts { registry, snapshots, workspaces: workspaces.clone(), tokens: Arc::new(tokens) };
+            let expire = async || {
+                sandbox
+                    .update_lifetime(|lifetime, deadline| {
+                        (lifetime.on_timeout, *deadline) = (action, Some(1))
+                    })
+                    .unwrap();
+                let stop = CancellationToken::new();
+                timeouts.clone().enforce(stop.clone(), async || stop.cancel()).await;
+            };
+            let lengthen = || {
+                sandbox.try_update_persisted(|runtime| {
+                    sandbox.check_time_is_open(runtime)?;
+                    runtime.saved.deadline_unix = Some(now_unix() + 3600);
+                    Ok(())
+                })
+            };
+            // A client's pause is under way, and fails.
+            let (_, turn, _) = workspaces.take_in(&sandbox).await.unwrap();
+            expire().await;
+            for _ in 0..10 {
+                tokio::task::yield_now().await;
+            }
+            lengthen().unwrap();
+            drop(turn);
+            eventually("the time-out's turn", || {
+                sandbox.read_runtime(|runtime| matches!(runtime.attempt, Attempt::None))
+            })
+            .await;
+            assert!(matches!(sandbox.phase(), Phase::Running), "{action:?}: {:?}", sandbox.phase());
+            assert!(daemon.registry.get(&sandbox.id).is_ok(), "{action:?}");
+            assert!(daemon.snapshots.list().is_empty(), "{action:?}");
+            expire().await;
+            end_of(&sandbox).await;
+            let late = lengthen();
+            match action {
+                OnTimeout::Kill => assert_eq!(late.unwrap_err().code(), Code::SandboxNotFound),
+                _ => eventually("the pause", || workspaces.paused(&sandbox.id).is_some()).await,
+            }
+        }
+    }
+
+    #[tokio::test]
     async fn a_pause_that_requires_a_healthy_guest_is_undone_if_no_agent_froze_its_processes() {
         let host = FakeHost::new();
         let daemon = host.daemon().await;
@@ -287,7 +375,7 @@ mod tests {
         let workspaces = Workspaces::open(daemon.registry.clone(), daemon.snapshots.clone()).await.unwrap();
         let pause = async |requires_healthy_guest| {
             let pause = PauseSpec { keeps_memory: true, requires_healthy_guest };
-            workspaces.pause_to_disk(&sandbox, pause, &Principal::local()).await
+            workspaces.pause_to_disk(&sandbox, pause, &Principal::local(), |_| true).await
         };
         let error = pause(true).await.unwrap_err();
         assert_eq!(error.code(), Code::GuestTimeout, "{error}");

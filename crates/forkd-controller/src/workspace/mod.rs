@@ -10,6 +10,7 @@
 //! sandbox's own record names its workspace before the sandbox is forked. So after a crash at any point the next
 //! daemon finds each sandbox that its workspace's record does not name, ends it, and removes each unused tag.
 
+mod deadline;
 mod e2b;
 mod record;
 mod remove_snapshot;
@@ -29,6 +30,7 @@ use tokio::sync::OwnedMutexGuard;
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::cold_boot::start_children;
+use crate::sandbox::lifetime::Lifetime;
 use crate::sandbox::registry::{Bound, Registry};
 use crate::sandbox::spawn;
 use crate::sandbox::{End, Phase, Sandbox};
@@ -57,6 +59,8 @@ pub(crate) struct Workspaces {
 pub(crate) struct Workspace {
     /// Held during a change of the workspace: one change at a time.
     turn: Arc<tokio::sync::Mutex<()>>,
+    /// Held while the record is written. A write of the deadline does not wait for the turn.
+    writing: tokio::sync::Mutex<()>,
     state: Mutex<WorkspaceState>,
 }
 
@@ -65,7 +69,7 @@ enum WorkspaceState {
     /// The first sandbox is being forked; nothing is on disk.
     CreateJob,
     /// The record, as it is on disk.
-    Kept(WorkspaceRecord),
+    Kept(Box<WorkspaceRecord>),
     /// The file cannot be used, with the reason.
     Broken(String),
 }
@@ -92,7 +96,7 @@ pub(crate) struct WorkspaceSpec {
 
 impl Workspace {
     fn new(state: WorkspaceState) -> Arc<Self> {
-        Arc::new(Workspace { turn: Arc::default(), state: Mutex::new(state) })
+        Arc::new(Workspace { turn: Arc::default(), writing: Default::default(), state: Mutex::new(state) })
     }
 
     fn state(&self) -> WorkspaceState {
@@ -126,7 +130,7 @@ impl Workspaces {
         .await?;
         let all = found.into_iter().map(|(name, read)| {
             let state = match read {
-                Ok(record) => WorkspaceState::Kept(record),
+                Ok(record) => WorkspaceState::Kept(Box::new(record)),
                 Err(why) => {
                     tracing::error!(folder = shown, workspace = name, why, "workspace file cannot be used");
                     WorkspaceState::Broken(why)
@@ -219,7 +223,7 @@ impl Workspaces {
 
     fn record_of(&self, name: &str, workspace: &Workspace) -> Result<WorkspaceRecord> {
         match workspace.state() {
-            WorkspaceState::Kept(record) => Ok(record),
+            WorkspaceState::Kept(record) => Ok(*record),
             WorkspaceState::CreateJob => Err(being_made(name)),
             WorkspaceState::Broken(why) => {
                 let text = format!(
@@ -350,6 +354,7 @@ impl Workspaces {
 
     async fn fork(&self, record: &WorkspaceRecord, who: &Principal) -> Result<Bound> {
         let e2b = record.e2b.clone();
+        let lifetime = e2b.as_ref().map(|e2b| e2b.lifetime()).unwrap_or_default();
         let spec = spawn::SpawnSpec {
             tag: record.tag().to_owned(),
             // A snapshot of another owner may have the tag by now.
@@ -362,7 +367,7 @@ impl Workspaces {
             envs: e2b.as_ref().map(|e2b| e2b.variables(&record.name)).unwrap_or_default(),
             workspace: Some(record.name.clone()),
             time_to_live: e2b.as_ref().map(|e2b| Duration::from_secs(e2b.timeout_secs)),
-            lifetime: e2b.as_ref().map(|e2b| e2b.lifetime()).unwrap_or_default(),
+            lifetime: Lifetime { request: record.request.clone(), ..lifetime },
             arrived: Instant::now(),
             id: e2b.is_some().then(|| record.name.clone()),
             e2b,
@@ -428,7 +433,7 @@ impl Workspaces {
         if let WorkspaceState::Kept(record) = workspace.state() {
             owner = Some(record.owner.clone());
             // First of all: if this daemon is killed, the next one finishes the deletion.
-            let record = WorkspaceRecord { deleted: true, ..record };
+            let record = WorkspaceRecord { deleted: true, ..*record };
             self.keep(workspace, record.clone()).await?;
             if let Some(id) = &record.live_sandbox_id {
                 match (self.registry.get(id), end) {
@@ -494,8 +499,15 @@ impl Workspaces {
         }
     }
 
-    /// Writes a record to disk, and only then sets it in memory.
+    /// Writes a record with the deadline of now to disk, and only then sets it in memory.
     async fn keep(&self, workspace: &Workspace, record: WorkspaceRecord) -> Result<()> {
+        let _writing = workspace.writing.lock().await;
+        let kill_at_unix = self.kill_at(&record);
+        self.write(workspace, WorkspaceRecord { kill_at_unix, ..record }).await
+    }
+
+    /// The same for a caller that holds `writing`, with the deadline as it is in the record.
+    async fn write(&self, workspace: &Workspace, record: WorkspaceRecord) -> Result<()> {
         let (folder, written) = (self.folder.clone(), record.clone());
         blocking("writing a workspace's file", move || {
             folder.write(&written).map_err(|error| {
@@ -503,7 +515,7 @@ impl Workspaces {
             })
         })
         .await?;
-        *workspace.state.lock() = WorkspaceState::Kept(record);
+        *workspace.state.lock() = WorkspaceState::Kept(Box::new(record));
         Ok(())
     }
 }

@@ -55,6 +55,12 @@ pub(crate) struct WorkspaceRecord {
     /// sandbox, and the sandbox keeps that id when it is resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) e2b: Option<Box<E2bState>>,
+    /// The deadline of that sandbox while it runs, if its deadline ends it. If the sandbox is lost, the daemon obeys it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) kill_at_unix: Option<u64>,
+    /// The request that created that sandbox, if it had an idempotency key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) request: Option<String>,
 }
 
 impl WorkspaceRecord {
@@ -75,6 +81,8 @@ impl WorkspaceRecord {
             retired: Vec::new(),
             deleted: false,
             e2b: None,
+            kill_at_unix: None,
+            request: None,
         }
     }
 

@@ -5,8 +5,8 @@ use forkd_api::EventKind;
 use crate::auth::principal::Principal;
 use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
-use crate::sandbox::End;
 use crate::sandbox::lifetime::{SUSPENDED, SuspendGuard};
+use crate::sandbox::{End, RuntimeInfo, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::util::time::now_unix;
 use crate::workspace::{Status, Workspace, WorkspaceRecord, Workspaces};
@@ -32,17 +32,19 @@ impl Workspaces {
     ) -> Result<(WorkspaceRecord, Status)> {
         let (workspace, _turn) = self.lock_exclusive(name).await?;
         let how = SuspendMode { mode, requires_quiesced: false };
-        self.suspend_locked(name, &workspace, how, who, unused_since).await
+        let is_unused =
+            |sandbox: &Sandbox, _: &_| unused_since.is_none_or(|stamp| sandbox.activity.stamp() == stamp);
+        self.suspend_locked(name, &workspace, how, who, is_unused).await
     }
 
-    /// The same for a caller that has the workspace's turn.
+    /// The same for a caller that has the workspace's turn. Does nothing unless `is_due` says so of the sandbox.
     pub(super) async fn suspend_locked(
         &self,
         name: &str,
         workspace: &Workspace,
         how: SuspendMode,
         who: &Principal,
-        unused_since: Option<(u64, usize)>,
+        is_due: impl FnOnce(&Sandbox, &RuntimeInfo) -> bool,
     ) -> Result<(WorkspaceRecord, Status)> {
         // Under the lock: before it, another workspace may have had the name.
         self.check_owner(name, who)?;
@@ -58,10 +60,9 @@ impl Workspaces {
             return Err(Error::new(Code::WorkspaceNotRunning, text));
         };
         // From here on uses of the sandbox are refused: their effects would be lost.
-        let _suspending = SuspendGuard::begin(&sandbox);
-        if unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp) {
+        let Some(_suspending) = SuspendGuard::begin_if(&sandbox, |now| is_due(&sandbox, now)) else {
             return self.show(name);
-        }
+        };
         let suspend = Suspend::begin(&self.registry, &self.snapshots, &sandbox).await?;
         let (number, tag) = self.next_tag(&record)?;
         // Until it is the current state, the tag is a retired one: `gc` leaves it alone, and a sweep removes it.

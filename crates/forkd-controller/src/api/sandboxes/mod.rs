@@ -359,6 +359,7 @@ pub(super) async fn update(
     // A rollback replaces the sandbox; the lock makes clear which one is changed.
     let (sandbox, _turn) = app.registry.exclusive_lock_of(&id).await?;
     update::update(&sandbox, request)?;
+    app.workspaces.keep_deadline(&sandbox).await?;
     if !matches!(sandbox.phase(), Phase::Ended(_)) {
         app.registry.archive.made(&sandbox);
     }

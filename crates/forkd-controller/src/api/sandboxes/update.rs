@@ -34,7 +34,12 @@ pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
     idle.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
     check_tag("suspend_as", request.suspend_as.as_ref().and_then(|tag| tag.as_deref()))?;
     request.labels.as_ref().map(check_labels).transpose()?;
-    let changed = sandbox.update_persisted(|runtime| {
+    let changes_time =
+        request.timeout_secs.is_some() || request.idle_timeout_secs.is_some() || request.on_timeout.is_some();
+    sandbox.try_update_persisted(|runtime| {
+        if changes_time {
+            sandbox.check_time_is_open(runtime)?;
+        }
         if request.timeout_secs.is_some() {
             runtime.saved.deadline_unix = time_to_live.map(deadline);
             // Also of one that still boots.
@@ -51,8 +56,8 @@ pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
         if let Some(labels) = request.labels {
             lifetime.labels = labels;
         }
-    });
-    changed.map_err(|error| Error::host("cannot store the new settings of a sandbox", error))?;
+        Ok(())
+    })?;
     sandbox.activity.touch();
     Ok(())
 }

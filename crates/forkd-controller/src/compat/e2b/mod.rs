@@ -3,7 +3,7 @@
 //! Their clients know one address for the control API and one for all sandboxes, and both can be this daemon's port:
 //!
 //! - *Control requests* carry an API key, which is a token of this daemon ([`key`]), and pass the same middleware as
-//!   the daemon's own API. `sandboxes`, `snapshots` and `metrics` have their handlers, `types` their bodies, and
+//!   the daemon's own API. `sandboxes`, `deadline`, `snapshots` and `metrics` have their handlers, `types` their bodies, and
 //!   `error` the bodies of errors.
 //! - *Sandbox requests* carry the sandbox's id and a port, in headers or in the host name, and the sandbox's own
 //!   tokens. [`traffic`] sends them into the guest: the port of E2B's agent to the guest's agent, which speaks the
@@ -12,6 +12,7 @@
 //! A sandbox of this API is a sandbox of this daemon with an [`E2bState`](crate::sandbox::e2b::E2bState). A paused one
 //! is a suspended workspace that is called like the sandbox (`workspace::e2b`). docs/E2B.md is for users.
 
+mod deadline;
 pub(crate) mod error;
 mod extract;
 mod fork;
@@ -97,8 +98,8 @@ fn table() -> Vec<(&'static str, &'static str, MethodRouter<E2bContext>)> {
         ("POST", "/sandboxes/{id}/connect", post(sandboxes::connect)),
         ("POST", "/v2/sandboxes/{id}/connect", post(sandboxes::connect)),
         ("POST", "/sandboxes/{id}/resume", post(sandboxes::resume)),
-        ("POST", "/sandboxes/{id}/timeout", post(sandboxes::set_timeout)),
-        ("POST", "/sandboxes/{id}/refreshes", post(sandboxes::refresh)),
+        ("POST", "/sandboxes/{id}/timeout", post(deadline::set_timeout)),
+        ("POST", "/sandboxes/{id}/refreshes", post(deadline::refresh)),
         ("POST", "/sandboxes/{id}/pause", post(sandboxes::pause)),
         ("POST", "/sandboxes/{id}/fork", post(fork::fork)),
         ("GET", "/sandboxes/{id}/metrics", get(metrics::show)),

@@ -12,8 +12,7 @@ use axum::{Extension, Json};
 use crate::auth::principal::{Principal, Scope};
 use crate::compat::e2b::extract::Body;
 use crate::compat::e2b::types::{
-    Connect, Connected, Detail, Lifecycle, Listed, NewSandbox, Pause, Refresh, SetTimeout, Size,
-    check_timeout,
+    Connect, Connected, Detail, Lifecycle, Listed, NewSandbox, Pause, Size, check_timeout,
 };
 use crate::compat::e2b::{E2bContext, Found, names, not_found};
 use crate::error::{Code, Error, Result};
@@ -22,7 +21,7 @@ use crate::sandbox::cold_boot::start_children;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::envs::check_envs;
 use crate::sandbox::idempotency::IdempotencyMark;
-use crate::sandbox::lifetime::{Lifetime, deadline};
+use crate::sandbox::lifetime::Lifetime;
 use crate::sandbox::spawn::SpawnSpec;
 use crate::telemetry::audit::AuditTarget;
 use crate::util::random::new_id;
@@ -57,6 +56,20 @@ pub(super) async fn create(
     let is_there = |sandbox: &Arc<Sandbox>| e2b.find_for(&sandbox.id, &who).ok();
     if let Some(Found::Running(sandbox, state)) = earlier.iter().find_map(is_there) {
         return Ok(created(&sandbox.id, &state));
+    }
+    // Its time may have paused it meanwhile, and a client that creates a sandbox wants one that runs.
+    if let Some(Extension(mark)) = idempotency.as_ref().filter(|mark| mark.before)
+        && let Some(id) = e2b.workspaces.made_by(&mark.mark)
+        && let Ok(found) = e2b.find_for(&id, &who)
+    {
+        let state = match found {
+            Found::Running(_, state) => state,
+            Found::Paused(_, state) => {
+                e2b.wake(&id, None, &who).await?;
+                state
+            }
+        };
+        return Ok(created(&id, &state));
     }
     request.check()?;
     let timeout_secs = request.timeout()?;
@@ -118,47 +131,23 @@ pub(super) async fn to_its_end<T: Send + 'static>(
 impl E2bContext {
     /// The running sandbox, resumed if it is paused; and whether it was.
     async fn running(&self, id: &str, timeout: Option<u64>, who: &Principal) -> Result<(bool, Arc<Sandbox>)> {
-        match self.find_for(id, who)? {
+        let sandbox = match self.find_for(id, who)? {
+            Found::Running(sandbox, _) => sandbox,
+            Found::Paused(record, _) => return self.wake(&record.name, timeout, who).await,
+        };
+        match self.lengthen(&sandbox, timeout).await {
             // It is being paused.
-            Found::Running(sandbox, _) if sandbox.check_not_suspending().is_err() => {
-                let (resumed, sandbox) = self.wake(&sandbox.id, timeout, who).await?;
-                // The pause may have failed.
-                if let (false, Some(secs)) = (resumed, timeout) {
-                    extend(&sandbox, secs)?;
+            Err(error) if error.code() == Code::SandboxSuspending => {
+                let (resumed, sandbox) = self.wake(id, timeout, who).await?;
+                if !resumed {
+                    // The pause failed.
+                    self.lengthen(&sandbox, timeout).await?;
                 }
                 Ok((resumed, sandbox))
             }
-            Found::Running(sandbox, _) => {
-                // A lifetime never gets shorter by a connect.
-                if let Some(secs) = timeout {
-                    extend(&sandbox, secs)?;
-                }
-                Ok((false, sandbox))
-            }
-            Found::Paused(record, _) => self.wake(&record.name, timeout, who).await,
+            lengthened => lengthened.map(|()| (false, sandbox)),
         }
     }
-}
-
-/// Moves the deadline to `secs` from now, unless it is later already.
-fn extend(sandbox: &Sandbox, secs: u64) -> Result<()> {
-    let at = deadline(Duration::from_secs(secs));
-    let later = |current: &Option<u64>| current.is_some_and(|current| current >= at);
-    if sandbox.read_runtime(|runtime| later(&runtime.saved.deadline_unix)) {
-        return Ok(());
-    }
-    set_deadline(sandbox, secs)
-}
-
-fn set_deadline(sandbox: &Sandbox, secs: u64) -> Result<()> {
-    sandbox.check_not_suspending()?;
-    let written = sandbox.update_persisted(|runtime| {
-        runtime.saved.deadline_unix = Some(deadline(Duration::from_secs(secs)));
-        if let Some(state) = &mut runtime.saved.e2b {
-            state.timeout_secs = secs;
-        }
-    });
-    written.map_err(|error| Error::host("cannot write the record of a sandbox", error))
 }
 
 /// Connects to a sandbox: resumes it if it is paused, and lengthens its life.
@@ -211,35 +200,6 @@ pub(super) async fn kill(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Sets the time that a running sandbox has from now.
-pub(super) async fn set_timeout(
-    State(e2b): State<E2bContext>,
-    Extension(who): Extension<Principal>,
-    Path(id): Path<String>,
-    Body(request): Body<SetTimeout>,
-) -> Result<StatusCode> {
-    let secs = check_timeout(Some(request.timeout))?.unwrap_or_default();
-    match e2b.find_for(&id, &who)? {
-        Found::Running(sandbox, _) => set_deadline(&sandbox, secs)?,
-        Found::Paused(..) => return Err(not_found(&id)),
-    }
-    Ok(StatusCode::NO_CONTENT)
-}
-
-/// Lengthens the life of a running sandbox, for clients of earlier versions.
-pub(super) async fn refresh(
-    State(e2b): State<E2bContext>,
-    Extension(who): Extension<Principal>,
-    Path(id): Path<String>,
-    Body(request): Body<Refresh>,
-) -> Result<StatusCode> {
-    match e2b.find_for(&id, &who)? {
-        Found::Running(sandbox, _) => extend(&sandbox, check_timeout(request.duration)?.unwrap_or_default())?,
-        Found::Paused(..) => return Err(not_found(&id)),
-    }
-    Ok(StatusCode::NO_CONTENT)
-}
-
 /// Pauses a running sandbox: it is on disk then, without process and memory.
 pub(super) async fn pause(
     State(e2b): State<E2bContext>,
@@ -258,7 +218,8 @@ pub(super) async fn pause(
         requires_healthy_guest: request.require_healthy_guest.unwrap_or(false),
     };
     let workspaces = e2b.workspaces.clone();
-    let paused = to_its_end(async move { workspaces.pause_to_disk(&sandbox, pause, &who).await }).await;
+    let paused =
+        to_its_end(async move { workspaces.pause_to_disk(&sandbox, pause, &who, |_| true).await }).await;
     paused.map_err(|error| match error.code() {
         // Another request paused it first: clients know that as a conflict.
         Code::WorkspaceNotRunning => error.with_code(Code::SandboxPaused),
@@ -308,7 +269,9 @@ fn listed(e2b: &E2bContext, found: &Found) -> Listed {
             let end_at = sandbox.read_runtime(|runtime| runtime.saved.deadline_unix);
             Listed::new(&sandbox.id, state, size, end_at, false)
         }
-        Found::Paused(record, state) => Listed::new(&record.name, state, size_of(e2b, record), None, true),
+        Found::Paused(record, state) => {
+            Listed::new(&record.name, state, size_of(e2b, record), record.kill_at_unix, true)
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use crate::auth::principal::{Principal, SHARED};
 use crate::branch::BranchSpec;
 use crate::compat::e2b::extract::Body;
 use crate::compat::e2b::names::{MAX_NAME, missing, without_default};
+use crate::compat::e2b::sandboxes::to_its_end;
 use crate::compat::e2b::{E2bContext, Found, not_found};
 use crate::error::{Code, Error, Result};
 use crate::snapshot::branch_job::Mode;
@@ -131,7 +132,8 @@ pub(super) async fn list(
     Extension(who): Extension<Principal>,
     RawQuery(query): RawQuery,
 ) -> Result<Response> {
-    let (mut sandbox, mut name, mut limit, mut after) = (None, None, PAGE, None);
+    let (mut sandbox, mut name, mut limit) = (None, None, PAGE);
+    let mut after: Option<(u64, String)> = None;
     for (key, value) in form_urlencoded::parse(query.as_deref().unwrap_or_default().as_bytes()) {
         match key.as_ref() {
             "sandboxID" => sandbox = Some(value.into_owned()),
@@ -141,8 +143,9 @@ pub(super) async fn list(
                 limit = given.ok_or_else(|| Error::invalid(format!("limit must be 1 to {PAGE}")))?;
             }
             "nextToken" if !value.is_empty() => {
-                let index = value.parse::<usize>();
-                after = Some(index.map_err(|_| {
+                let place =
+                    value.split_once('.').and_then(|(at, tag)| Some((at.parse().ok()?, tag.to_owned())));
+                after = Some(place.ok_or_else(|| {
                     Error::invalid("nextToken must be the X-Next-Token of the previous page")
                 })?);
             }
@@ -151,19 +154,26 @@ pub(super) async fn list(
     }
     let database = e2b.registry.host.database.clone();
     let all = blocking("listing snapshots", move || Ok(database.templates()?)).await?;
-    let shown = all.into_iter().filter(|named| {
-        who.owns(&named.owner)
-            && sandbox.as_ref().is_none_or(|sandbox| named.sandbox == *sandbox)
-            && name.as_ref().is_none_or(|name| named.name == *name)
-            && e2b.snapshots.usable(&named.tag, &who).is_ok()
-    });
-    let begin = after.unwrap_or(0);
-    let mut page: Vec<_> = shown.skip(begin).take(limit + 1).collect();
+    // By tag within a second: a snapshot's name may change between two pages.
+    let place = |named: &TemplateName| (named.created_at_unix, named.tag.clone());
+    let mut page: Vec<_> = all
+        .into_iter()
+        .filter(|named| {
+            after.as_ref().is_none_or(|after| place(named) > *after)
+                && who.owns(&named.owner)
+                && sandbox.as_ref().is_none_or(|sandbox| named.sandbox == *sandbox)
+                && name.as_ref().is_none_or(|name| named.name == *name)
+                && e2b.snapshots.usable(&named.tag, &who).is_ok()
+        })
+        .collect();
+    page.sort_by_key(place);
     let more = page.len() > limit;
     page.truncate(limit);
+    let next = page.last().filter(|_| more).map(place);
     let mut response =
         Json(page.iter().map(|named| SnapshotShown::of(named, &who)).collect::<Vec<_>>()).into_response();
-    if let Some(next) = more.then(|| HeaderValue::from(begin + limit)) {
+    let next = next.and_then(|(at, tag)| HeaderValue::from_str(&format!("{at}.{tag}")).ok());
+    if let Some(next) = next {
         response.headers_mut().insert(HeaderName::from_static("x-next-token"), next);
     }
     Ok(response)
@@ -175,6 +185,12 @@ pub(super) async fn remove(
     Extension(who): Extension<Principal>,
     Path(name): Path<String>,
 ) -> Result<StatusCode> {
+    // Also if the client disconnects: a name of a removed snapshot would be left.
+    to_its_end(async move { remove_named(&e2b, &who, &name).await }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn remove_named(e2b: &E2bContext, who: &Principal, name: &str) -> Result<()> {
     let database = e2b.registry.host.database.clone();
     let forget = async |tag: String| {
         let database = database.clone();
@@ -182,21 +198,20 @@ pub(super) async fn remove(
         blocking("removing the names of a snapshot", forget).await
     };
     // The client means the snapshot that it named. If that is gone, another one may have the name as its tag.
-    if let Some(tag) = e2b.named_tag(&name, &who).await?
+    if let Some(tag) = e2b.named_tag(name, who).await?
         && e2b.snapshots.get(&tag).is_err()
     {
         forget(tag).await?;
-        return Err(missing(&name));
+        return Err(missing(name));
     }
-    let entry = e2b.template(&name, &who).await?;
+    let entry = e2b.template(name, who).await?;
     if !who.owns(&entry.owner()) {
         let text = format!("template {name} is shared by all owners; ask an admin to remove it");
         return Err(Error::new(Code::Forbidden, text));
     }
     let tag = entry.tag.clone();
-    e2b.workspaces.remove_snapshot_for(&tag, Removal::Plain, &who).await?;
-    forget(tag).await?;
-    Ok(StatusCode::NO_CONTENT)
+    e2b.workspaces.remove_snapshot_for(&tag, Removal::Plain, who).await?;
+    forget(tag).await
 }
 
 /// Whether a template is there.

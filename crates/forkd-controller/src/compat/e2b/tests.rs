@@ -7,12 +7,14 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::auth::principal::{LOCAL, Principal, Scope};
-use crate::compat::e2b::table;
+use crate::auth::tokens::Tokens;
+use crate::compat::e2b::{E2bContext, table};
 use crate::error::Code;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::{End, Phase};
 use crate::testing::fake_guest::{FakeDaemon, ID, eventually};
-use crate::workspace::WorkspaceSpec;
+use crate::testing::fake_host::{Daemon, FakeHost};
+use crate::workspace::{WorkspaceSpec, Workspaces};
 
 /// A daemon whose sandbox is of the E2B API.
 async fn daemon() -> FakeDaemon {
@@ -29,6 +31,15 @@ async fn daemon() -> FakeDaemon {
     };
     daemon.sandbox.update_runtime(|runtime| runtime.saved.e2b = Some(Box::new(state)));
     daemon
+}
+
+/// What the handlers use of a daemon without listeners.
+async fn context(host: &FakeHost, daemon: &Daemon) -> E2bContext {
+    let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
+    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+    let tokens = Arc::new(Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap());
+    let stopping = tokio_util::sync::CancellationToken::new();
+    E2bContext { registry, snapshots, workspaces, tokens, stopping }
 }
 
 fn headers(token: &str) -> String {
@@ -160,21 +171,14 @@ async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
     use axum::Extension;
     use axum::extract::State;
 
-    use crate::auth::tokens::Tokens;
     use crate::compat::e2b::extract::Body;
-    use crate::compat::e2b::{E2bContext, sandboxes};
+    use crate::compat::e2b::sandboxes;
     use crate::sandbox::idempotency::IdempotencyMark;
-    use crate::testing::fake_host::FakeHost;
-    use crate::workspace::Workspaces;
 
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let _live = daemon.live("t").await;
-    let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
-    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
-    let tokens = Arc::new(Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap());
-    let stopping = tokio_util::sync::CancellationToken::new();
-    let e2b = E2bContext { registry, snapshots, workspaces, tokens, stopping };
+    let e2b = context(&host, &daemon).await;
     let create = async || {
         let mark = Extension(IdempotencyMark { mark: "local k".into(), before: false });
         let quota = forkd_store::Quota { max_sandboxes: Some(1), ..forkd_store::Quota::default() };
@@ -187,6 +191,136 @@ async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
     let request = made[0].read_runtime(|runtime| runtime.saved.lifetime.request.clone());
     assert_eq!((made.len(), request.as_deref()), (1, Some("local k")));
     assert_eq!(create().await.unwrap_err().code(), Code::QuotaExceeded);
+}
+
+#[tokio::test]
+async fn a_create_that_an_earlier_daemon_began_resumes_the_sandbox_that_its_time_paused() {
+    use axum::Extension;
+    use axum::extract::State;
+
+    use crate::compat::e2b::extract::Body;
+    use crate::compat::e2b::sandboxes;
+    use crate::sandbox::idempotency::IdempotencyMark;
+
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    let (_template, _state) = (daemon.live("t").await, daemon.live("kept").await);
+    let e2b = context(&host, &daemon).await;
+    let state = E2bState { timeout_secs: 600, access_token: "access".into(), ..E2bState::default() };
+    e2b.workspaces.enter_paused(ID, "kept", state, Some("local k"));
+    let create = async |mark: &str| {
+        let mark = Extension(IdempotencyMark { mark: mark.into(), before: true });
+        let body = Body(serde_json::from_str(r#"{"templateID":"t"}"#).unwrap());
+        let made = sandboxes::create(State(e2b.clone()), Extension(Principal::local()), Some(mark), body);
+        let body = axum::body::to_bytes(made.await.unwrap().into_body(), 1 << 20).await.unwrap();
+        parsed(&body)["sandboxID"].as_str().unwrap().to_owned()
+    };
+    for _ in 0..2 {
+        assert_eq!(create("local k").await, ID);
+        let made = daemon.registry.list();
+        let request = made[0].read_runtime(|runtime| runtime.saved.lifetime.request.clone());
+        assert_eq!((made.len(), request.as_deref()), (1, Some("local k")), "a later retry finds it, too");
+    }
+    // Its record has the deadline that it was resumed with, for a daemon that finds it lost.
+    let deadline = daemon.registry.get(ID).unwrap().read_runtime(|runtime| runtime.saved.deadline_unix);
+    assert!(deadline.is_some() && e2b.workspaces.show(ID).unwrap().0.kill_at_unix == deadline);
+    assert_ne!(create("local other").await, ID);
+}
+
+#[tokio::test]
+async fn a_change_of_the_time_is_in_the_record_for_the_next_daemon_and_a_late_one_is_refused() {
+    let daemon = daemon().await;
+    let state = daemon.sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()).unwrap();
+    daemon.app.workspaces.enter_running(ID, "paused", *state);
+    let (timeout, connect) =
+        (format!("POST /sandboxes/{ID}/timeout"), format!("POST /v2/sandboxes/{ID}/connect"));
+    let refresh = format!("POST /sandboxes/{ID}/refreshes");
+    let written = || daemon.app.workspaces.show(ID).unwrap().0.kill_at_unix;
+    let deadline = || daemon.sandbox.read_runtime(|runtime| runtime.saved.deadline_unix);
+    for (line, body) in [
+        (&timeout, json!({"timeout": 100})),
+        (&connect, json!({"timeout": 1000})),
+        (&refresh, json!({"duration": 2000})),
+    ] {
+        let before = written();
+        assert!(daemon.json(line, Some(body)).await.0 < 300, "{line}");
+        assert!(written() > before && written() == deadline(), "{line}");
+    }
+    let before = deadline();
+    daemon.sandbox.update_runtime(|runtime| runtime.is_suspending = true);
+    assert_eq!(daemon.json(&timeout, Some(json!({"timeout": 9000}))).await.0, 409);
+    daemon.sandbox.update_runtime(|runtime| (runtime.is_suspending, runtime.has_expired) = (false, true));
+    for (line, body) in [
+        (&timeout, json!({"timeout": 9000})),
+        (&connect, json!({"timeout": 9000})),
+        (&refresh, json!({"duration": 3000})),
+    ] {
+        let (status, error) = daemon.json(line, Some(body)).await;
+        assert_eq!((status, &error["code"]), (404, &json!(404)), "{line}: {error}");
+    }
+    let update = format!("PATCH /v1/sandboxes/{ID}");
+    assert_eq!(daemon.json(&update, Some(json!({"timeout_secs": 9000}))).await.0, 404);
+    assert_eq!(deadline(), before);
+}
+
+#[tokio::test]
+async fn a_page_of_snapshots_begins_after_the_last_one_although_earlier_ones_are_gone() {
+    use crate::error::Error;
+    use crate::snapshot::registry::SnapshotState;
+
+    let daemon = daemon().await;
+    let database = daemon.app.registry.host.database.clone();
+    // The last two have the same second.
+    for (tag, created_at_unix) in [("s1", 1), ("s2", 2), ("s3", 3), ("s4", 4), ("s5", 4)] {
+        let state = SnapshotState::Failed { error: Error::invalid("of a test"), job: None };
+        daemon.app.snapshots.reserve(tag, state, LOCAL, &forkd_store::Quota::default()).unwrap();
+        let (owner, name) = (LOCAL.to_owned(), format!("name-{tag}"));
+        let (tag, sandbox) = (tag.into(), ID.into());
+        let named = forkd_store::TemplateName { owner, name, tag, sandbox, created_at_unix };
+        database.name_template(&named).unwrap();
+    }
+    let page = async |token: &str| {
+        let (status, head, body) =
+            daemon.ask(&format!("GET /snapshots?limit=2&nextToken={token}"), "", b"").await;
+        let next = head.lines().find_map(|line| line.strip_prefix("x-next-token: ")).map(str::to_owned);
+        let names: Option<Vec<Value>> =
+            parsed(&body).as_array().map(|all| all.iter().map(|it| it["snapshotID"].clone()).collect());
+        (status, names.unwrap_or_default(), next)
+    };
+    let shown = |names: [&str; 2]| names.map(|name| json!(format!("name-{name}:default"))).to_vec();
+    let (_, first, next) = page("").await;
+    assert_eq!(first, shown(["s1", "s2"]));
+    assert_eq!(daemon.json("DELETE /templates/name-s1", None).await.0, 204);
+    assert_eq!(daemon.json("DELETE /templates/name-s2", None).await.0, 204);
+    let (_, second, next) = page(&next.unwrap()).await;
+    assert_eq!(second, shown(["s3", "s4"]));
+    let (_, last, next) = page(&next.unwrap()).await;
+    assert_eq!((last, next), (vec![json!("name-s5:default")], None));
+    assert_eq!(page("7").await.0, 400);
+}
+
+#[tokio::test]
+async fn a_client_that_disconnects_while_a_snapshot_is_removed_leaves_no_name() {
+    use axum::Extension;
+    use axum::extract::{Path, State};
+    use futures_util::future::poll_immediate;
+
+    use crate::compat::e2b::snapshots;
+
+    let host = FakeHost::new();
+    host.store("mine-1", |_| {});
+    let daemon = host.daemon().await;
+    let e2b = context(&host, &daemon).await;
+    let (owner, name) = (LOCAL.into(), "mine".into());
+    let (tag, sandbox) = ("mine-1".into(), ID.into());
+    let named = forkd_store::TemplateName { owner, name, tag, sandbox, created_at_unix: 1 };
+    host.database.name_template(&named).unwrap();
+    let removal = snapshots::remove(State(e2b), Extension(Principal::local()), Path("mine".into()));
+    assert!(poll_immediate(removal).await.is_none(), "the client is gone before the answer");
+    eventually("the end of the removal", || {
+        daemon.snapshots.get("mine-1").is_err() && host.database.templates().unwrap().is_empty()
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -298,7 +432,7 @@ async fn a_sandbox_that_is_being_resumed_is_listed_once_as_running() {
     let state = daemon.sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()).unwrap();
     let other = "sb0123456789abcdef";
     for id in [ID, other] {
-        daemon.app.workspaces.enter_paused(id, "paused", (*state).clone());
+        daemon.app.workspaces.enter_paused(id, "paused", (*state).clone(), None);
     }
     let listed = async |query: &str| {
         let (_, page) = daemon.json(&format!("GET /v2/sandboxes{query}"), None).await;
@@ -357,7 +491,7 @@ async fn a_handler_checks_the_owner_of_a_sandbox_that_came_back_since_the_reques
     use axum::extract::{Path, RawQuery, State};
 
     use crate::compat::e2b::extract::Body;
-    use crate::compat::e2b::{fork, metrics, sandboxes, snapshots};
+    use crate::compat::e2b::{deadline, fork, metrics, sandboxes, snapshots};
 
     let daemon = daemon().await;
     let (e2b, id) = (|| State(daemon.app.e2b()), || Path(ID.to_owned()));
@@ -370,8 +504,8 @@ async fn a_handler_checks_the_owner_of_a_sandbox_that_came_back_since_the_reques
         sandboxes::kill(e2b(), bob(), id()).await.map(drop).unwrap_err(),
         sandboxes::connect(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
         sandboxes::resume(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
-        sandboxes::refresh(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
-        sandboxes::set_timeout(e2b(), bob(), id(), Body(serde_json::from_str("{\"timeout\":0}").unwrap()))
+        deadline::refresh(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        deadline::set_timeout(e2b(), bob(), id(), Body(serde_json::from_str("{\"timeout\":0}").unwrap()))
             .await
             .map(drop)
             .unwrap_err(),

@@ -202,7 +202,7 @@ pub(super) struct Listed {
 }
 
 impl Listed {
-    /// `end_at` is none for a paused sandbox, which has no deadline.
+    /// `end_at` is none for a sandbox without a deadline, as most paused ones are.
     pub(super) fn new(id: &str, state: &E2bState, size: Size, end_at: Option<u64>, paused: bool) -> Self {
         let started = state.started_at_unix_ms;
         Listed {

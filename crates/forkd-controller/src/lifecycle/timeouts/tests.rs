@@ -386,10 +386,9 @@ async fn a_sandbox_that_is_being_paused_when_its_deadline_passes_is_kept() {
     });
     let timeouts = timeouts(&host, &daemon).await;
     let (workspaces, paused) = (timeouts.workspaces.clone(), sandbox.clone());
-    let pausing =
-        tokio::spawn(
-            async move { workspaces.pause_to_disk(&paused, WITH_MEMORY, &Principal::local()).await },
-        );
+    let pausing = tokio::spawn(async move {
+        workspaces.pause_to_disk(&paused, WITH_MEMORY, &Principal::local(), |_| true).await
+    });
     eventually("the pause", || monitor.has_received(is_pause)).await;
     expire(&sandbox, OnTimeout::Kill);
     look(&timeouts).await;
@@ -414,7 +413,11 @@ async fn nothing_is_left_of_a_sandbox_that_ends_by_itself_and_was_never_paused()
         _ => Act::Execute,
     });
     let timeouts = timeouts(&host, &daemon).await;
-    timeouts.workspaces.pause_to_disk(&sandbox, WITH_MEMORY, &Principal::local()).await.unwrap_err();
+    timeouts
+        .workspaces
+        .pause_to_disk(&sandbox, WITH_MEMORY, &Principal::local(), |_| true)
+        .await
+        .unwrap_err();
     assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
     assert!(timeouts.workspaces.has(&sandbox.id), "it has a workspace since the pause began");
     monitor.die();

@@ -104,6 +104,26 @@ async fn gc_touches_no_snapshot_that_is_no_branch_of_a_sandbox_and_no_suspended_
 }
 
 #[tokio::test]
+async fn gc_neither_removes_nor_counts_what_a_client_of_the_e2b_api_took() {
+    let host = host_with_at_most(1);
+    for (tag, age) in [("named", 50), ("unnamed", 40), ("b1", 30), ("b2", 20)] {
+        store(&host, tag, "sbone", age);
+    }
+    for (name, tag) in [("team/mine", "named"), ("unnamed", "unnamed")] {
+        let (owner, sandbox) = ("ann".into(), "sbone".into());
+        let (name, tag) = (name.into(), tag.into());
+        let named = forkd_store::TemplateName { owner, name, tag, sandbox, created_at_unix: 1 };
+        host.database.name_template(&named).unwrap();
+    }
+    let daemon = host.daemon().await;
+    look(&daemon, nothing).await;
+    assert_eq!(tags(&daemon), ["b2", "named", "unnamed"]);
+    host.database.forget_templates("unnamed").unwrap();
+    look(&daemon, nothing).await;
+    assert_eq!(tags(&daemon), ["b2", "named"], "a name is what keeps it");
+}
+
+#[tokio::test]
 async fn gc_keeps_what_a_sandbox_or_a_workspace_needs() {
     let host = host_with_at_most(1);
     for (tag, age) in [("b1", 30), ("b2", 20), ("b3", 10)] {
