@@ -196,9 +196,22 @@ export function errorOf(message: string, code: string, details: ErrorDetails): F
   return new known(text, { ...details, code });
 }
 
+/** Errors of requests of which an earlier try may have arrived. */
+const maybeDone = new WeakSet<ForkdError>();
+
+/** Notes that an earlier try of the request may have arrived, whatever this error says about the last one. */
+export function markMaybeDone(error: ForkdError): void {
+  maybeDone.add(error);
+}
+
 /** Whether an error leaves open if the daemon did the request. */
-export function isUncertain({ code }: ForkdError): boolean {
-  return ["client_timeout", "stream_broken", "idempotency_in_progress"].includes(code);
+export function isUncertain(error: ForkdError): boolean {
+  return ["client_timeout", "stream_broken", "idempotency_in_progress"].includes(error.code) || maybeDone.has(error);
+}
+
+/** Whether an error says nothing about an earlier try: the daemon did not look at the request. */
+export function isUnseen(error: ForkdError): boolean {
+  return error instanceof DaemonUnreachableError || error instanceof BusyError || error instanceof RateLimitError;
 }
 
 /** A time-out on the client's side. */

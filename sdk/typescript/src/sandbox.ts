@@ -380,9 +380,8 @@ export class Sandbox {
     throwIfAborted(signal);
     const own = tag === undefined ? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}` : undefined;
     const request: BranchRequest = given({ tag: tag ?? own, mode: "live", wait: false });
-    // Without the signal: a branch under way can not be removed yet.
     const send = (call: KeyOptions): Promise<SnapshotInfo> => this.client.branchSandbox(this.id, request, call);
-    const branch = await createSnapshot(this.client, send, own);
+    const branch = await createSnapshot(this.client, send, undefined, own);
     let result: T;
     try {
       throwIfAborted(signal);

@@ -4,7 +4,18 @@ import { randomUUID } from "node:crypto";
 
 import { onAbort, reasonOf, sleep, throwIfAborted } from "./abort.js";
 import type { Endpoint } from "./endpoint.js";
-import { broken, BusyError, errorOf, ForkdError, RateLimitError, timedOut, unreachable } from "./errors.js";
+import {
+  broken,
+  BusyError,
+  errorOf,
+  ForkdError,
+  isUncertain,
+  isUnseen,
+  markMaybeDone,
+  RateLimitError,
+  timedOut,
+  unreachable,
+} from "./errors.js";
 import { request as requestByNode, type Body } from "./http.js";
 
 /** What every call takes. */
@@ -152,6 +163,7 @@ export class Transport {
     const secs = call.timeoutSecs ?? this.timeoutSecs;
     const deadline = Date.now() + secs * 1000;
     const key = call.key === true ? randomUUID() : call.key;
+    let maybeDone = false;
     for (let number = 1; ; number++) {
       const watch = new Watch(call.signal, secs);
       watch.touch((deadline - Date.now()) / 1000);
@@ -164,6 +176,10 @@ export class Transport {
         return value;
       } catch (cause) {
         const error = this.#errorOf(call, cause, watch);
+        if (error instanceof ForkdError) {
+          if (maybeDone && isUnseen(error)) markMaybeDone(error);
+          maybeDone ||= isUncertain(error);
+        }
         const wait = waitBefore(call, key, error, cause, number);
         if (wait === undefined || Date.now() + wait >= deadline) throw error;
         watch.end();

@@ -90,6 +90,44 @@ test("children that a fork made before it gave up end as soon as the daemon answ
   await eventually(() => ids().length === 1, "the children ended");
 });
 
+test("children of a fork whose daemon restarts in the middle end when it is back", async (t) => {
+  let asked = 0;
+  const { sandbox, ids, stop, restart } = await source(t, {
+    hold: () => {
+      if (++asked === 1) stop();
+    },
+  });
+  const forked = sandbox.fork(2);
+  await eventually(() => ids().length === 3, "the daemon forked");
+  // The call gives up, and so does the first try of its clean-up.
+  setTimeout(restart, 3000);
+  await assert.rejects(forked, forkd.DaemonUnreachableError);
+  await eventually(() => ids().length === 1, "the children ended");
+  assert.equal(asked, 2);
+});
+
+test("children of a fork whose daemon is busy after a broken connection end", async (t) => {
+  let asked = 0;
+  const { sandbox, ids } = await source(t, {
+    hold: (exchange) => {
+      if (++asked === 1) return exchange.reset();
+      // All tries of the call, and a few of its clean-up.
+      if (asked < 7) exchange.refuse(503, "shutting_down");
+    },
+  });
+  await assert.rejects(sandbox.fork(2), { code: "shutting_down" });
+  await eventually(() => ids().length === 1, "the children ended");
+});
+
+test("a fork that was never sent is not undone", async (t) => {
+  const { sandbox, ids, stop, restart, requests } = await source(t);
+  stop();
+  await assert.rejects(sandbox.fork(2), forkd.DaemonUnreachableError);
+  await restart();
+  await sleep(1000);
+  assert.deepEqual([ids().length, requests.length], [1, 0]);
+});
+
 test("a program that ends at a time-out leaves no child", async (t) => {
   const keys = [];
   const { url, ids } = await source(t, {

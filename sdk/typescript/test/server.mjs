@@ -75,9 +75,19 @@ export async function serve(handle, { socket, upgrade, listen = [0, "127.0.0.1"]
     requests,
     connections,
     client: (options = {}) => new Client({ url, token: "t", timeoutSecs: 30, ...options }),
+    /** Refuses connections from now on, until `restart`. */
+    stop: () => {
+      server.close();
+      for (const connection of connections) connection.destroy();
+    },
+    restart: async () => {
+      server.listen(typeof address === "string" ? address : address.port, ...listen.slice(1));
+      await once(server, "listening");
+    },
     end: async () => {
       for (const connection of connections) connection.destroy();
       sockets.close();
+      if (!server.listening) return;
       server.close();
       await once(server, "close");
     },
@@ -119,7 +129,7 @@ export async function daemon(test, { hold = async () => {}, fail = () => undefin
       answers.set(exchange.key, { children, errors });
     }
     await hold(exchange, answers.size);
-    if (!exchange.reply.destroyed) exchange.answer(201, answers.get(exchange.key));
+    if (!exchange.reply.destroyed && !exchange.reply.headersSent) exchange.answer(201, answers.get(exchange.key));
   };
   const server = await served(test, async (exchange) => {
     const [, id, what] = /^\/v1\/sandboxes\/([^/]+)\/?(.*)$/.exec(exchange.path) ?? [];
