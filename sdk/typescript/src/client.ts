@@ -140,12 +140,12 @@ export class Client {
 
   /** Boots a sandbox, or forks children from a snapshot. `wait: false`: the reply comes while they are `starting`. */
   createSandboxes(body: Sandboxes.CreateRequest, options: KeyOptions = {}): Promise<Sandboxes.SandboxInfo[]> {
-    return this.#create("/v1/sandboxes", body, options);
+    return this.#once("/v1/sandboxes", body, options);
   }
 
   /** The same, with one error for each child that does not run. */
   createEachSandbox(body: Sandboxes.CreateRequest, options: KeyOptions = {}): Promise<Sandboxes.SpawnReply> {
-    return this.#create("/v1/sandboxes", body, options, { results: "each" });
+    return this.#once("/v1/sandboxes", body, options, { results: "each" });
   }
 
   /** With `wait: "ready"` the reply comes when the sandbox is no longer `starting`. */
@@ -194,7 +194,7 @@ export class Client {
     body: Sandboxes.ForkRequest = {},
     options: KeyOptions = {},
   ): Promise<Sandboxes.SandboxInfo[]> {
-    return this.#create(sandbox(id, "fork"), body, options);
+    return this.#once(sandbox(id, "fork"), body, options);
   }
 
   /** The same, with one error for each child that does not run. */
@@ -203,7 +203,7 @@ export class Client {
     body: Sandboxes.ForkRequest = {},
     options: KeyOptions = {},
   ): Promise<Sandboxes.SpawnReply> {
-    return this.#create(sandbox(id, "fork"), body, options, { results: "each" });
+    return this.#once(sandbox(id, "fork"), body, options, { results: "each" });
   }
 
   pingSandbox(id: string, options: CallOptions = {}): Promise<Sandboxes.PingReply> {
@@ -306,7 +306,7 @@ export class Client {
     body: Snapshots.BranchRequest = {},
     options: KeyOptions = {},
   ): Promise<Snapshots.SnapshotInfo> {
-    return this.#create(sandbox(id, "branch"), body, options);
+    return this.#once(sandbox(id, "branch"), body, options);
   }
 
   pauseSandbox(id: string, options: CallOptions = {}): Promise<Sandboxes.SandboxInfo> {
@@ -320,9 +320,9 @@ export class Client {
   rollbackSandbox(
     id: string,
     body: Sandboxes.RollbackRequest = {},
-    options: CallOptions = {},
+    options: KeyOptions = {},
   ): Promise<Sandboxes.SandboxInfo> {
-    return this.#post(sandbox(id, "rollback"), body, { timeoutSecs: this.longSecs, ...defined(options) });
+    return this.#once(sandbox(id, "rollback"), body, options);
   }
 
   /** The ancestry of snapshots and sandboxes. */
@@ -342,7 +342,7 @@ export class Client {
     query: { wait?: boolean | undefined } = {},
     options: KeyOptions = {},
   ): Promise<Snapshots.SnapshotInfo> {
-    return this.#create("/v1/snapshots", body, options, { ...query });
+    return this.#once("/v1/snapshots", body, options, { ...query });
   }
 
   getSnapshot(tag: string, options: CallOptions = {}): Promise<Snapshots.SnapshotInfo> {
@@ -366,7 +366,7 @@ export class Client {
     body: Snapshots.CompactRequest,
     options: KeyOptions = {},
   ): Promise<Snapshots.SnapshotInfo> {
-    return this.#create(snapshot(tag, "compact"), body, options);
+    return this.#once(snapshot(tag, "compact"), body, options);
   }
 
   setSnapshotOwner(
@@ -388,7 +388,7 @@ export class Client {
   }
 
   createWorkspace(body: Daemon.WorkspaceRequest, options: KeyOptions = {}): Promise<Daemon.WorkspaceInfo> {
-    return this.#create("/v1/workspaces", body, options);
+    return this.#once("/v1/workspaces", body, options);
   }
 
   getWorkspace(name: string, options: CallOptions = {}): Promise<Daemon.WorkspaceInfo> {
@@ -453,8 +453,8 @@ export class Client {
     return this.transport.json<T>({ method: "POST", path, json, ...options });
   }
 
-  /** A POST that creates something: done once, however often it is sent. */
-  #create<T>(path: string, json: unknown, { idempotencyKey, ...options }: KeyOptions, query?: Query): Promise<T> {
+  /** A POST with an idempotency key: done once, however often it is sent. */
+  #once<T>(path: string, json: unknown, { idempotencyKey, ...options }: KeyOptions, query?: Query): Promise<T> {
     const call = { method: "POST" as const, path, json, query, key: idempotencyKey ?? (true as const) };
     return this.transport.json<T>({ ...call, timeoutSecs: this.longSecs, ...defined(options) });
   }

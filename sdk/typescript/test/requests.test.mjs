@@ -154,6 +154,17 @@ test("a create is repeated with the key of the first try, also while that is und
   assert.ok(keys[0].length > 20);
 });
 
+test("a rollback is repeated with the key of the first try", async (t) => {
+  const keys = [];
+  const { client } = await served(t, async (exchange) => {
+    await exchange.body();
+    keys.push(exchange.key);
+    return keys.length === 1 ? exchange.reset() : exchange.answer(200, { id: "sb1" });
+  });
+  await client().rollbackSandbox("sb1", { to: "a" });
+  assert.ok(keys.length === 2 && keys[0]?.length > 20 && keys[0] === keys[1], keys.join());
+});
+
 test("an answer that never comes, or stops in the middle, is a time-out", async (t) => {
   const { client } = await served(t, (exchange) => {
     if (exchange.path === "/v1/tree") return;
