@@ -106,6 +106,21 @@ export class ForkError extends ForkdError {
   }
 }
 
+/** The body of a checkpoint failed, and so did the rollback. The branch is kept. `cause` is the error of the body. */
+export class CheckpointError extends ForkdError {
+  constructor(
+    /** The branch of the moment before the body. */
+    readonly tag: string,
+    work: unknown,
+    readonly rollbackError: unknown,
+  ) {
+    const details = rollbackError instanceof ForkdError ? rollbackError : {};
+    const text = `the work failed (${textOf(work)}), and so did the rollback to before it (${textOf(rollbackError)})`;
+    const advice = `the branch is kept: sandbox.rollback("${tag}") goes back to it, Sandbox.create("${tag}") forks from it`;
+    super(`${text}; ${advice}`, { ...details, cause: work });
+  }
+}
+
 type Class = new (message: string, details?: ErrorDetails) => ForkdError;
 
 /** The class of each code of the API. */
@@ -230,6 +245,10 @@ export function broken(what: string, cause?: unknown): StreamBrokenError {
   const text = `${what}: the connection to the daemon broke before the end${why === "" ? "" : ` (${why})`}`;
   const advice = "look whether it runs (forkd ls), then try again";
   return new StreamBrokenError(`${text}; ${advice}`, { code: "stream_broken", cause });
+}
+
+function textOf(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
 }
 
 /** The text of the innermost cause. */

@@ -34,6 +34,7 @@ export {
   DiskFullError,
   RateLimitError,
   BusyError,
+  CheckpointError,
   TimeoutError,
   GuestError,
   DaemonError,

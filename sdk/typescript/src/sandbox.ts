@@ -12,14 +12,14 @@ import type {
   UpdateRequest,
 } from "./api/sandboxes.js";
 import type { BranchRequest, SnapshotInfo, Tree } from "./api/snapshots.js";
-import { throwIfAborted } from "./abort.js";
+import { throwIfAborted, unlessAborted } from "./abort.js";
 import * as attempts from "./attempts.js";
 import { clientOr, entriesOf, type Client, type KeyOptions } from "./client.js";
 import { Commands } from "./commands.js";
 import { createOwned, end, endAll, type OnForkError } from "./creation.js";
 import { changesOf, type Change } from "./diff.js";
 import { asyncDispose } from "./dispose.js";
-import { ForkdError, InvalidRequestError } from "./errors.js";
+import { CheckpointError, ForkdError, InvalidRequestError } from "./errors.js";
 import { executionOf, valueOf, type Execution } from "./execution.js";
 import { Files, type FileOptions } from "./files.js";
 import { given } from "./given.js";
@@ -367,7 +367,9 @@ export class Sandbox {
   }
 
   /**
-   * Runs `body`. If it throws, the sandbox goes back to the moment before, and the error goes on.
+   * Runs `body`. If it throws, the sandbox goes back to the moment before, and the error goes on. If `signal` aborts, it
+   * goes back at once: pass the signal to the calls in the body, too. If it cannot go back, a `CheckpointError` names
+   * the branch, which is kept.
    *
    * @example
    * ```ts
@@ -381,23 +383,30 @@ export class Sandbox {
     const own = tag === undefined ? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}` : undefined;
     const request: BranchRequest = given({ tag: tag ?? own, mode: "live", wait: false });
     const send = (call: KeyOptions): Promise<SnapshotInfo> => this.client.branchSandbox(this.id, request, call);
-    const branch = await createSnapshot(this.client, send, undefined, own);
+    const branch = await createSnapshot(this.client, send, signal, own);
+    // A rollback in the body goes there, and so does one after a rollback that failed.
+    this.#branches.push(branch.tag);
     let result: T;
     try {
       throwIfAborted(signal);
-      result = await body();
+      result = await unlessAborted((async () => body())(), signal);
     } catch (error) {
-      const rollback = this.client.rollbackSandbox(this.id, { to: branch.tag });
-      const failed = await rollback.then(
-        () => undefined,
-        (cause: unknown) => rollbackFailed(cause, error),
-      );
+      try {
+        await this.client.rollbackSandbox(this.id, { to: branch.tag });
+      } catch (cause) {
+        throw new CheckpointError(branch.tag, error, cause);
+      }
       // What went wrong first is what the caller gets.
-      await remove(branch).catch(() => {});
-      throw failed ?? error;
+      await this.#removeBranch(branch).catch(() => {});
+      throw error;
     }
-    await remove(branch);
+    await this.#removeBranch(branch);
     return result;
+  }
+
+  #removeBranch(branch: Snapshot): Promise<void> {
+    this.#branches = this.#branches.filter((tag) => tag !== branch.tag);
+    return remove(branch);
   }
 
   /**
@@ -414,13 +423,6 @@ export class Sandbox {
     const [before, after] = await Promise.all([this.files.tree(path, options), other.files.tree(path, options)]);
     return changesOf(before, after);
   }
-}
-
-/** The error when a sandbox does not go back to before `work` failed. */
-function rollbackFailed(cause: unknown, work: unknown): ForkdError {
-  const why = cause instanceof Error ? cause.message : String(cause);
-  const code = cause instanceof ForkdError ? cause.code : "unknown";
-  return new ForkdError(`the work failed, and so did the rollback to before it: ${why}`, { code, cause: work });
 }
 
 /** Creates sandboxes. @internal */

@@ -72,7 +72,7 @@ export class Snapshot {
     const body: SnapshotRequest = { image, tag, ...more };
     const send = (call: KeyOptions): Promise<SnapshotInfo> => client.createSnapshot(body, { wait: false }, call);
     const ownTag = options.tag === undefined ? tag : undefined;
-    const snapshot = await createSnapshot(client, send, undefined, ownTag);
+    const snapshot = await createSnapshot(client, send, signal, ownTag);
     try {
       return await snapshot.waitReady(options);
     } catch (error) {

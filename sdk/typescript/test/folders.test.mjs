@@ -196,20 +196,40 @@ test("a checkpoint rolls back when its body throws, and removes its branch eithe
   await assert.rejects(sandbox.checkpoint(throws, { tag: "c" }), boom);
   assert.deepEqual(log.splice(0), ["branch live false", "rollback c", "DELETE c"]);
   const controller = new AbortController();
-  const body = async () => controller.abort();
-  await sandbox.checkpoint(body, { tag: "c", signal: controller.signal });
-  log.splice(0);
-  await assert.rejects(sandbox.checkpoint(body, { tag: "c", signal: controller.signal }), { name: "AbortError" });
+  const { signal } = controller;
+  const body = () => {
+    controller.abort();
+    return new Promise(() => {});
+  };
+  await assert.rejects(sandbox.checkpoint(body, { tag: "c", signal }), { name: "AbortError" });
+  assert.deepEqual(log.splice(0), ["branch live false", "rollback c", "DELETE c"]);
+  await assert.rejects(sandbox.checkpoint(body, { tag: "c", signal }), { name: "AbortError" });
   assert.deepEqual(log, []);
 });
 
-test("a rollback that fails says so, and has the first error as its cause", async (t) => {
-  const { log, sandbox } = await logged(t, { rollback: (exchange) => exchange.refuse(502, "guest_failed") });
+test("a checkpoint that cannot roll back keeps its branch, and names it beside the error of the body", async (t) => {
+  let busy = true;
+  const rollback = (exchange) => (busy ? exchange.refuse(409, "sandbox_busy") : exchange.answer(200, info));
+  const { log, sandbox } = await logged(t, { rollback });
   const boom = new Error("boom");
   const error = await sandbox.checkpoint(() => Promise.reject(boom), { tag: "c" }).catch((error) => error);
-  assert.deepEqual([error.code, error.cause], ["guest_failed", boom]);
-  assert.match(error.message, /rollback/);
-  assert.equal(log.at(-1), "DELETE c");
+  assert.ok(error instanceof forkd.CheckpointError);
+  assert.deepEqual([error.code, error.status, error.tag, error.cause], ["sandbox_busy", 409, "c", boom]);
+  assert.equal(error.rollbackError.code, "sandbox_busy");
+  for (const part of ["boom", "the text of sandbox_busy", 'sandbox.rollback("c")']) {
+    assert.ok(error.message.includes(part), error.message);
+  }
+  assert.deepEqual(log.splice(0), ["branch live false", "rollback c"]);
+  busy = false;
+  await sandbox.rollback();
+  assert.deepEqual(log, ["rollback c"]);
+});
+
+test("a rollback in the body of a checkpoint goes to its beginning, and one after it does not", async (t) => {
+  const { log, sandbox } = await logged(t);
+  await sandbox.checkpoint(() => sandbox.rollback(), { tag: "c" });
+  await sandbox.rollback();
+  assert.deepEqual(log, ["branch live false", "rollback c", "DELETE c", "rollback origin"]);
 });
 
 test("the branch of a checkpoint is removed also if other snapshots are built on it", async (t) => {
