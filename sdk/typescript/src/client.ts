@@ -67,6 +67,8 @@ export interface KeyOptions extends CallOptions {
 }
 
 const LONG = 5;
+/** The daemon sends a comment every 15 s, so a longer silence in a stream of events is a broken connection. */
+const EVENTS_SILENCE_SECS = 60;
 
 /** A client of a forkd daemon. It has no open connection that must be closed. */
 export class Client {
@@ -106,7 +108,7 @@ export class Client {
   /** Events of sandboxes, snapshots and workspaces, as they come. */
   events(query: EventQuery = {}, options: CallOptions = {}): AsyncGenerator<Daemon.Event | Lagged, void, undefined> {
     const call = { method: "GET" as const, path: "/v1/events", query: { ...query }, ...options };
-    return eventsOf(this.transport.stream(call, query.follow !== false));
+    return eventsOf(this.transport.stream(call, query.follow === false ? undefined : EVENTS_SILENCE_SECS));
   }
 
   /** Waits until a daemon answers, at most `timeoutSecs`. */
@@ -185,7 +187,8 @@ export class Client {
       query: { ...query, follow: true },
       ...options,
     };
-    for await (const bytes of this.transport.stream(call, true)) yield decoder.decode(bytes, { stream: true });
+    // A guest may print nothing for days.
+    for await (const bytes of this.transport.stream(call, Infinity)) yield decoder.decode(bytes, { stream: true });
   }
 
   /** Forks children from a running sandbox. */

@@ -288,6 +288,53 @@ test("events come as they are sent, with those that were missed, and end in an e
   assert.equal(requests[0].request.url, "/v1/events?since=0&kind=sandbox");
 });
 
+test("events that are none are a broken stream", async (t) => {
+  let data;
+  const { client } = await served(t, (exchange) => exchange.reply.end(data));
+  const read = async () => {
+    for await (const event of client().events()) assert.equal(event, "no event");
+  };
+  const long = `data: ${"a".repeat(600_000)}\n`;
+  for (data of ["data: {nonsense\n\n", "data: null\n\n", "event: lagged\ndata: 7\n\n", long + long, `${long}${"a".repeat(600_000)}`]) {
+    await rejects(read(), forkd.StreamBrokenError, "stream_broken");
+  }
+});
+
+test("a daemon that stalls in the middle of the events is a broken stream after a minute", async (t) => {
+  const { setTimeout } = globalThis;
+  t.mock.method(globalThis, "setTimeout", (work, ms, ...more) => setTimeout(work, ms === 60_000 ? 300 : ms, ...more));
+  const folder = await mkdtemp(join(tmpdir(), "forkd-"));
+  t.after(() => rm(folder, { recursive: true }));
+  for (const listen of [[0, "127.0.0.1"], [join(folder, "a.sock")]]) {
+    const handle = async (exchange) => {
+      exchange.reply.writeHead(200, { "content-type": "text/event-stream" });
+      exchange.reply.write(": keep-alive\n\n");
+    };
+    const { client } = await served(t, handle, { listen });
+    const next = client().events().next();
+    await rejects(next, forkd.StreamBrokenError, "stream_broken");
+    await assert.rejects(client().events().next(), { message: /silent for 60 s/ });
+  }
+});
+
+test("a console may be silent for longer than fetch waits", async (t) => {
+  const { client } = await served(t, async (exchange) => {
+    if (!exchange.path.endsWith("console")) return exchange.answer(200, { ok: true });
+    exchange.reply.write("one\n");
+    await sleep(3000);
+    exchange.reply.end("two\n");
+  });
+  // The first request makes the dispatcher of fetch, whose time-out is five minutes.
+  await client().health();
+  const slot = Symbol.for("undici.globalDispatcher.1");
+  const usual = globalThis[slot];
+  t.after(() => (globalThis[slot] = usual));
+  globalThis[slot] = new usual.constructor({ bodyTimeout: 500 });
+  let seen = "";
+  for await (const text of client({ timeoutSecs: 1 }).followConsole("sb1")) seen += text;
+  assert.equal(seen, "one\ntwo\n");
+});
+
 test("a wait for the daemon ends when one answers", async (t) => {
   let times = 0;
   const { client } = await served(t, (exchange) => {
