@@ -117,6 +117,7 @@ class OpenSocket implements Socket {
     let event: ServerEvent;
     try {
       event = JSON.parse(data.toString("utf8")) as ServerEvent;
+      if (typeof event !== "object" || event === null) throw new TypeError("a message is no object");
     } catch (cause) {
       this.#end(broken(this.what, cause));
       return;

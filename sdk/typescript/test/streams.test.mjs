@@ -67,10 +67,10 @@ test("a connection that breaks in the middle of a command is an error, also for 
 
 test("a close without an exit, and a message that is no event, are errors", async (t) => {
   let how = "close";
-  const { sandbox } = await sandboxOf(t, (socket) => (how === "close" ? socket.close() : socket.send("{nonsense")));
+  const { sandbox } = await sandboxOf(t, (socket) => (how === "close" ? socket.close() : socket.send(how)));
   await rejects(sandbox.commands.run("a", { onStdout() {} }), forkd.StreamBrokenError, "stream_broken");
-  how = "nonsense";
-  await rejects(sandbox.commands.run("a", { onStdout() {} }), forkd.StreamBrokenError, "stream_broken");
+  for (how of ["{nonsense", "null"])
+    await rejects(sandbox.commands.run("a", { onStdout() {} }), forkd.StreamBrokenError, "stream_broken");
 });
 
 test("a server that goes silent is a time-out: before the handshake, before the start, and after it", async (t) => {
