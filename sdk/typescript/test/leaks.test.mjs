@@ -208,6 +208,48 @@ test("attempts run in children of one fork, come in order, and leave no child", 
   assert.deepEqual(await sandbox.tryEach([]), []);
 });
 
+test("a child that cannot be ended costs no outcome, and is reported", async (t) => {
+  const { sandbox } = await source(t, { keeps: (id) => id !== "sb1" });
+  const warnings = [];
+  t.mock.method(process, "emitWarning", (text, { code }) => warnings.push(`${code} ${text}`));
+  const boom = new Error("boom");
+  const attempts = ["x", boom, "y"].map((result) => async () => {
+    if (result instanceof Error) throw result;
+    return result;
+  });
+  const outcomes = await sandbox.tryEach(attempts);
+  assert.deepEqual(
+    outcomes.map(({ value, error, endError }) => [value, error, endError?.code]),
+    [
+      ["x", undefined, undefined],
+      [undefined, boom, "internal"],
+      ["y", undefined, "internal"],
+    ],
+  );
+  assert.equal((await sandbox.bestOf(2, async (_, { index }) => index, Number)).value, 1);
+  assert.equal((await sandbox.firstSuccess(attempts)).value, "x");
+  await assert.rejects(sandbox.firstSuccess([attempts[1]]), forkd.AllFailedError);
+  assert.equal(warnings.length, 4);
+  for (const [at, ids] of [["sb2", "sb3"], ["sb4", "sb5"]].entries()) {
+    assert.match(warnings[at], /^FORKD_CHILDREN_LEFT /);
+    for (const id of ids) assert.ok(warnings[at].includes(id), warnings[at]);
+  }
+});
+
+test("attempts that cannot run are an error before the fork", async (t) => {
+  const { sandbox, requests } = await source(t);
+  const attempt = () => assert.fail("it does not run");
+  for (const parallel of [0, -1, NaN]) {
+    await assert.rejects(sandbox.tryEach([attempt], { parallel }), forkd.InvalidRequestError);
+    await assert.rejects(sandbox.firstSuccess([attempt], { parallel }), forkd.InvalidRequestError);
+    await assert.rejects(sandbox.bestOf(1, attempt, Number, { parallel }), forkd.InvalidRequestError);
+  }
+  await assert.rejects(sandbox.firstSuccess([]), forkd.AllFailedError);
+  await assert.rejects(sandbox.bestOf(0, attempt, Number), forkd.AllFailedError);
+  assert.deepEqual(await sandbox.tryEach([]), []);
+  assert.equal(requests.length, 0);
+});
+
 test("attempts that are aborted reject at once, see the signal, and leave no child", async (t) => {
   const { sandbox, ids } = await source(t);
   const controller = new AbortController();

@@ -101,8 +101,8 @@ export async function served(test, handle, options) {
   return server;
 }
 
-/** A daemon that creates sandboxes in a table, with idempotency keys. `hold` sees each creation before its answer. */
-export async function daemon(test, { hold = async () => {}, fail = () => undefined } = {}) {
+/** A daemon that creates sandboxes in a table, with idempotency keys. `hold` sees each creation before its answer. It does not end what `keeps`. */
+export async function daemon(test, { hold = async () => {}, fail = () => undefined, keeps = () => false } = {}) {
   const sandboxes = new Map();
   const answers = new Map();
   let count = 0;
@@ -137,6 +137,7 @@ export async function daemon(test, { hold = async () => {}, fail = () => undefin
     if (exchange.method === "POST" && what === "fork") return create(exchange, sandboxes.get(id)?.snapshot_tag);
     if (!sandboxes.has(id)) return exchange.refuse(404, "sandbox_not_found");
     if (exchange.method === "DELETE" && what === "") {
+      if (keeps(id)) return exchange.refuse(500, "internal");
       sandboxes.delete(id);
       return exchange.answer(204);
     }
