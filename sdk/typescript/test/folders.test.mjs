@@ -127,6 +127,10 @@ test("a diff names what was added, removed, modified, and what became another ty
       entry("\ufffd", { path_base64: "/w==" }),
       entry("\ufffd", { path_base64: "/g==" }),
       entry("unreadable", { sha256: null, incomplete: "unreadable" }),
+      entry("changing"),
+      entry("grows", { sha256: null, incomplete: "changing" }),
+      entry("closed", { kind: "directory", sha256: null, incomplete: "unreadable" }),
+      entry("proc", { kind: "directory", sha256: null, incomplete: "file_system" }),
     ]),
     sb2: tree([
       entry("same"),
@@ -140,6 +144,10 @@ test("a diff names what was added, removed, modified, and what became another ty
       entry("folder", { kind: "directory", size: 8192, sha256: null }),
       entry("\ufffd", { path_base64: "/g==" }),
       entry("unreadable", { sha256: null, incomplete: "unreadable" }),
+      entry("changing", { sha256: null, incomplete: "changing" }),
+      entry("grows", { size: 2 }),
+      entry("closed", { kind: "directory", sha256: null, incomplete: "unreadable" }),
+      entry("proc", { kind: "directory", sha256: null, incomplete: "file_system" }),
     ]),
   };
   const { client, requests } = await served(t, (exchange) => exchange.answer(200, trees[exchange.path.split("/")[3]]));
@@ -149,13 +157,17 @@ test("a diff names what was added, removed, modified, and what became another ty
     changes.map(({ path, kind, before, after }) => [path, kind, before !== undefined, after !== undefined]),
     [
       ["/srv/both", "modified", true, true],
+      ["/srv/changing", "unknown", true, true],
+      ["/srv/closed", "unknown", true, true],
       ["/srv/content", "modified", true, true],
       ["/srv/gone", "removed", true, false],
+      ["/srv/grows", "modified", true, true],
       ["/srv/link", "modified", true, true],
       ["/srv/mode", "mode", true, true],
       ["/srv/new/é", "added", false, true],
       ["/srv/size", "modified", true, true],
       ["/srv/type", "type", true, true],
+      ["/srv/unreadable", "unknown", true, true],
       ["/srv/\ufffd", "removed", true, false],
     ],
   );
