@@ -2,7 +2,7 @@
 
 import { randomUUID } from "node:crypto";
 
-import type { SandboxInfo, SpawnReply } from "./api/sandboxes.js";
+import type { SpawnReply } from "./api/sandboxes.js";
 import { reasonOf, sleep, throwIfAborted, unlessAborted } from "./abort.js";
 import type { Client, KeyOptions } from "./client.js";
 import { errorOf, ForkdError, ForkError, isUncertain, isUnseen, NotFoundError } from "./errors.js";
@@ -26,15 +26,18 @@ export async function createOwned(
   send: Send<SpawnReply>,
   signal: AbortSignal | undefined,
   onError: OnForkError = "throw",
-): Promise<SandboxInfo[]> {
+): Promise<SpawnReply> {
   const reply = await owned(send, signal, (created) => endAll(client, created.children));
   const { children, errors } = reply;
   const first = errors[0];
-  if (first === undefined || (onError === "return" && children.length > 0)) return children;
-  await endAll(client, children);
+  if (first === undefined || (onError === "return" && children.length > 0)) return reply;
+  const ended = await endAll(client, children).then(
+    () => "were ended",
+    (error: Error) => `could not be ended (${error.message})`,
+  );
   const { code, request_id: requestId } = first;
   const count = children.length + errors.length;
-  const text = `${errors.length} of ${count} children did not start, and the others were ended: ${first.error}`;
+  const text = `${errors.length} of ${count} children did not start, and the others ${ended}: ${first.error}`;
   throw new ForkError(text, errors, { code, requestId, cause: errorOf(first.error, code, { requestId }) });
 }
 

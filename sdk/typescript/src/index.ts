@@ -53,6 +53,7 @@ export {
   Sandbox,
   type BranchOptions,
   type ChildOptions,
+  type Children,
   type CreateOptions,
   type CreateProgress,
   type ForkOptions,

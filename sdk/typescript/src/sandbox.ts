@@ -8,6 +8,7 @@ import type {
   PingReply,
   SandboxInfo,
   SandboxState,
+  SpawnError,
   Stats,
   UpdateRequest,
 } from "./api/sandboxes.js";
@@ -58,9 +59,15 @@ export interface CreateProgress {
 }
 
 export interface ForkOptions extends ChildOptions {
-  /** What happens if some children do not start: `throw` ends the others, `return` returns them. */
+  /** What happens if some children do not start: `throw` ends the others, `return` returns them with the `errors`. */
   onError?: OnForkError | undefined;
 }
+
+/** Children of a fork. */
+export type Children = Sandbox[] & {
+  /** One error for each child that did not start; there can be some with `onError: "return"` only. */
+  errors: readonly SpawnError[];
+};
 
 export interface BranchOptions {
   /** The branch's name; one with the sandbox's id when absent. */
@@ -257,11 +264,14 @@ export class Sandbox {
    * await Promise.all(children.map((child) => child.kill()));
    * ```
    */
-  async fork(n = 1, { signal, onError, ...options }: ForkOptions = {}): Promise<Sandbox[]> {
+  async fork(n = 1, { signal, onError, ...options }: ForkOptions = {}): Promise<Children> {
     const body = { n, ...wireOf(options) };
     const send = (call: object) => this.client.forkEachSandbox(this.id, body, call);
-    const children = await createOwned(this.client, send, signal, onError);
-    return children.map((info) => new Sandbox(this.client, info));
+    const { children, errors } = await createOwned(this.client, send, signal, onError);
+    return Object.assign(
+      children.map((info) => new Sandbox(this.client, info)),
+      { errors },
+    );
   }
 
   /**
@@ -436,14 +446,14 @@ export async function spawn(
     onProgress?.({ stage, seconds: (Date.now() - start) / 1000 });
   report("creating");
   const body = { ...source, ...wireOf(options) };
-  const infos = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);
+  const { children } = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);
   try {
     report("running");
   } catch (error) {
-    await endAll(client, infos).catch(() => {});
+    await endAll(client, children).catch(() => {});
     throw error;
   }
-  return infos.map((info) => new Sandbox(client, info));
+  return children.map((info) => new Sandbox(client, info));
 }
 
 /** The fields of a request that all new sandboxes have. */

@@ -175,7 +175,13 @@ test("when some children do not start the others end, unless the caller wants th
   assert.deepEqual(ids(), ["sb0"]);
   const children = await sandbox.fork(3, { onError: "return" });
   assert.equal(children.length, 2);
+  assert.deepEqual(
+    children.errors.map(({ index, code }) => [index, code]),
+    [[1, "guest_failed"]],
+  );
   assert.equal(ids().length, 3);
+  const stuck = await source(t, { fail: (index) => (index === 1 ? "guest_failed" : undefined), keeps: () => true });
+  await assert.rejects(stuck.sandbox.fork(2), { name: "ForkError", message: /could not be ended/ });
 });
 
 test("attempts run in children of one fork, come in order, and leave no child", async (t) => {
