@@ -81,13 +81,11 @@ class Channel {
     return text;
   }
 
+  /** After a piece that is too much nothing more is kept: there is no hole. */
   #keep(text: string, length: number): void {
-    if (this.#length + length <= MAX_KEPT) {
-      this.text += text;
-      this.#length += length;
-    } else {
-      this.truncated = true;
-    }
+    this.#length += length;
+    if (this.#length <= MAX_KEPT) this.text += text;
+    else this.truncated = true;
   }
 }
 

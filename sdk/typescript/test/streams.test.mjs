@@ -213,6 +213,19 @@ test("a command whose output is not read waits, and none of it is lost", async (
   assert.ok(result.stdout.length <= 16 * 1024 * 1024);
 });
 
+test("output after a piece that was too much is not kept, so that there is no hole", async (t) => {
+  const MiB = 1024 * 1024;
+  const { sandbox } = await sandboxOf(t, (socket) => {
+    send(socket, { event: "started", sandbox: "sb1", pid: 7 });
+    output(socket, 1, Buffer.alloc(15 * MiB, "a"));
+    output(socket, 1, Buffer.alloc(2 * MiB, "b"));
+    output(socket, 1, "c");
+    send(socket, { event: "exit", exit_code: 0 });
+  });
+  const { stdout, stdoutTruncated } = await sandbox.commands.run("a", { onStdout() {} });
+  assert.deepEqual([stdout.length, stdout.at(-1), stdoutTruncated], [15 * MiB, "a", true]);
+});
+
 test("results of short commands are one request, and long ones are streams", async (t) => {
   const bodies = [];
   const handle = async (exchange) => {
