@@ -2,6 +2,7 @@
 
 import { randomBytes } from "node:crypto";
 
+import type { EvalReply } from "./api/commands.js";
 import type {
   CreateRequest,
   OnTimeout,
@@ -24,6 +25,7 @@ import { CheckpointError, ForkdError, InvalidRequestError } from "./errors.js";
 import { executionOf, valueOf, type Execution } from "./execution.js";
 import { Files, type FileOptions } from "./files.js";
 import { given } from "./given.js";
+import { wholeSecs } from "./seconds.js";
 import { createSnapshot, remove, Snapshot } from "./snapshot.js";
 
 /** What a child or a new sandbox gets. */
@@ -188,7 +190,7 @@ export class Sandbox {
   }
 
   /** Changes time-outs, the action at a time-out, and labels. `null` removes a time-out. */
-  update(
+  async update(
     changes: {
       timeoutSecs?: number | null;
       idleTimeoutSecs?: number | null;
@@ -197,8 +199,13 @@ export class Sandbox {
     },
     options: Signal = {},
   ): Promise<SandboxInfo> {
-    const { timeoutSecs: timeout_secs, idleTimeoutSecs: idle_timeout_secs, onTimeout: on_timeout, labels } = changes;
-    const body: UpdateRequest = given({ timeout_secs, idle_timeout_secs, on_timeout, labels });
+    const { timeoutSecs, idleTimeoutSecs, onTimeout: on_timeout, labels } = changes;
+    const body: UpdateRequest = given({
+      timeout_secs: wholeSecs("timeoutSecs", timeoutSecs),
+      idle_timeout_secs: wholeSecs("idleTimeoutSecs", idleTimeoutSecs),
+      on_timeout,
+      labels,
+    });
     return this.client.updateSandbox(this.id, body, options);
   }
 
@@ -232,7 +239,7 @@ export class Sandbox {
    * ```
    */
   async eval(code: string, { timeoutSecs, signal }: EvalOptions = {}): Promise<unknown> {
-    return valueOf(await this.client.evalCode(this.id, { code, ...given({ timeout_secs: timeoutSecs }) }, { signal }));
+    return valueOf(await this.#evaluate(code, timeoutSecs, signal));
   }
 
   /**
@@ -248,7 +255,7 @@ export class Sandbox {
     code: string,
     { timeoutSecs, signal, onStdout }: EvalOptions & { onStdout?: (text: string) => void } = {},
   ): Promise<Execution> {
-    const reply = await this.client.evalCode(this.id, { code, ...given({ timeout_secs: timeoutSecs }) }, { signal });
+    const reply = await this.#evaluate(code, timeoutSecs, signal);
     // The interpreter's output comes with its answer.
     if (reply.stdout !== "") onStdout?.(reply.stdout);
     return executionOf(reply);
@@ -414,6 +421,11 @@ export class Sandbox {
     return result;
   }
 
+  #evaluate(code: string, timeoutSecs: number | undefined, signal: AbortSignal | undefined): Promise<EvalReply> {
+    const body = { code, ...given({ timeout_secs: wholeSecs("timeoutSecs", timeoutSecs) }) };
+    return this.client.evalCode(this.id, body, { signal });
+  }
+
   #removeBranch(branch: Snapshot): Promise<void> {
     this.#branches = this.#branches.filter((tag) => tag !== branch.tag);
     return remove(branch);
@@ -459,8 +471,8 @@ export async function spawn(
 /** The fields of a request that all new sandboxes have. */
 function wireOf(options: ChildOptions): Partial<CreateRequest> {
   return given({
-    timeout_secs: options.timeoutSecs,
-    idle_timeout_secs: options.idleTimeoutSecs,
+    timeout_secs: wholeSecs("timeoutSecs", options.timeoutSecs),
+    idle_timeout_secs: wholeSecs("idleTimeoutSecs", options.idleTimeoutSecs),
     on_timeout: options.onTimeout,
     env: options.envs,
     labels: options.labels,

@@ -17,6 +17,7 @@ import {
   unreachable,
 } from "./errors.js";
 import { request as requestByNode, type Body } from "./http.js";
+import { timerMs } from "./seconds.js";
 
 /** What every call takes. */
 export interface CallOptions {
@@ -51,8 +52,6 @@ interface Attempt {
 /** `fetch` gives up by itself when no header, or nothing more of the body, has come for five minutes. */
 const LONGEST_FETCH_SECS = 240;
 const TRIES = 4;
-/** A longer timer of Node.js fires at once. */
-const LONGEST_TIMER_MS = 2 ** 31 - 1;
 /** A body above this is sent in pieces, so that the deadline counts from the last one. */
 const PIECE = 256 * 1024;
 /** Codes of errors from before the request was sent. */
@@ -87,7 +86,7 @@ class Watch {
         this.late = true;
         this.#controller.abort(new DOMException("the deadline is over", "TimeoutError"));
       },
-      Math.min(Math.max(0, secs) * 1000, LONGEST_TIMER_MS),
+      timerMs(secs),
     );
   }
 
