@@ -43,7 +43,7 @@ async function everything(folder) {
   return below.flat().sort();
 }
 
-test("a hostile list writes nothing outside of the folder", async (t) => {
+test("a hostile name in a list is an error, and nothing is copied", async (t) => {
   const folder = await scratch(t);
   const hostile = [
     "/srv/../escaped",
@@ -59,17 +59,18 @@ test("a hostile list writes nothing outside of the folder", async (t) => {
     "/srvother/x",
     `${folder}/escaped`,
   ];
-  const sandbox = await guest(t, [
-    file("/srv/good"),
-    file("/srv/deep/er/file"),
-    ...hostile.map((path) => file(path)),
-    ...hostile.map((path) => file(path, "directory")),
-    file("/srv/link", "symlink"),
-    file("/srv/pipe", "other"),
-  ]);
+  const good = [file("/srv/good"), file("/srv/deep/er/file"), file("/srv/link", "symlink"), file("/srv/pipe", "other")];
+  for (const path of hostile) {
+    for (const type of ["file", "directory", "symlink"]) {
+      const sandbox = await guest(t, [...good, file(path, type)]);
+      const copied = sandbox.files.download("/srv", join(folder, "in"));
+      await assert.rejects(copied, { name: "ForkdError", code: "hostile_name" }, path);
+    }
+  }
+  assert.deepEqual(await everything(folder), []);
+  const sandbox = await guest(t, good);
   const { files, skipped } = await sandbox.files.download("/srv", join(folder, "in"));
-  assert.equal(files, 2);
-  assert.equal(skipped.length, 2 * hostile.length + 2);
+  assert.deepEqual([files, skipped], [2, ["/srv/link", "/srv/pipe"]]);
   assert.deepEqual(await everything(folder), ["in/deep/er/file", "in/good"]);
   assert.equal(await readFile(join(folder, "in/good"), "utf8"), "/srv/good");
 });
