@@ -6,6 +6,7 @@ import { createServer } from "node:net";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
+import { inspect } from "node:util";
 
 import * as forkd from "@forkd/sdk";
 
@@ -64,9 +65,44 @@ test("the token is sent, and the environment has the defaults", async (t) => {
 });
 
 test("an address that is none is refused", () => {
-  for (const url of ["", "127.0.0.1:8889", "ftp://a", "nonsense"].slice(1)) {
-    assert.throws(() => new forkd.Client({ url }), forkd.InvalidRequestError);
+  for (const url of [
+    " ",
+    "127.0.0.1:8889",
+    "ftp://a",
+    "nonsense",
+    "http://",
+    "http://a:99999",
+    "http://a/?b",
+    "unix:",
+    "unix://run/forkd.sock",
+    "unix:///%zz",
+  ]) {
+    assert.throws(() => new forkd.Client({ url }), { name: "InvalidRequestError", message: /^FORKD_URL is ".*": / }, url);
   }
+  assert.throws(() => new forkd.Client({ cacert: "/no/such/file" }), { name: "InvalidRequestError", message: /cacert/ });
+});
+
+test("a token that cannot be sent is an error without it, and no error has the token", async (t) => {
+  const { client, url, requests } = await served(t, (exchange) => exchange.answer(200, {}));
+  const has = (error, secret) => inspect(error, { depth: 9, showHidden: true }).includes(secret);
+  for (const token of ["secret\n", "se\ncret", "secret ", "sécret", "secret\u2026", "\0secret"]) {
+    assert.throws(
+      () => client({ token }),
+      (error) => error instanceof forkd.InvalidRequestError && /forkd token print/.test(error.message) && !has(error, "cret"),
+      JSON.stringify(token),
+    );
+  }
+  for (const url of ["http://user:secret@a", "http://secret@a", "secret", "ftp://secret", "http://a?secret"]) {
+    assert.throws(
+      () => new forkd.Client({ url, token: "secret" }),
+      (error) => error instanceof forkd.InvalidRequestError && !has(error, "secret"),
+      url,
+    );
+  }
+  assert.ok(!has(client({ token: "secret" }), "secret"), "printing a client does not print its token");
+  assert.equal(requests.length, 0);
+  await new forkd.Client({ url: ` ${url}/\n`, token: "t" }).getTree();
+  assert.equal(requests[0].path, "/v1/tree");
 });
 
 test("a name that would lead to another route is refused before it is sent", async (t) => {
