@@ -1,7 +1,7 @@
 // What one forks for: attempts, each in a child of the same moment.
 
 import { onAbort, reasonOf, throwIfAborted, unlessAborted } from "./abort.js";
-import { ForkdError } from "./errors.js";
+import { ForkdError, InvalidRequestError } from "./errors.js";
 import type { Sandbox } from "./sandbox.js";
 
 /** What an attempt gets beside its child. */
@@ -21,6 +21,8 @@ interface Ran {
   seconds: number;
   /** What `score` returned, in `bestOf`. */
   score: number | undefined;
+  /** Why the child could not be ended, if it could not: it may still run. */
+  endError: unknown;
 }
 
 /** What became of one attempt. */
@@ -31,8 +33,9 @@ export type Outcome<T> =
 export class AllFailedError extends ForkdError {
   constructor(readonly outcomes: readonly Outcome<unknown>[]) {
     const first = outcomes.find((outcome) => !outcome.ok)?.error;
-    const text = first instanceof Error ? first.message : String(first);
-    super(`none of the ${outcomes.length} attempts succeeded; the first: ${text}`, {
+    const why = first instanceof Error ? first.message : String(first);
+    const text = `none of the ${outcomes.length} attempts succeeded; the first: ${why}`;
+    super(outcomes.length === 0 ? "there are no attempts: give at least one" : text, {
       code: "all_failed",
       cause: first,
     });
@@ -42,7 +45,7 @@ export class AllFailedError extends ForkdError {
 export interface AttemptOptions {
   /** The children live on. */
   keep?: boolean | undefined;
-  /** How many attempts run at the same time; all when absent. */
+  /** How many attempts run at the same time, at least 1; all when absent. */
   parallel?: number | undefined;
   signal?: AbortSignal | undefined;
 }
@@ -51,6 +54,7 @@ export interface AttemptOptions {
 class Attempts<T> {
   readonly #controller = new AbortController();
   readonly #ending = new Map<Sandbox, Promise<unknown>>();
+  readonly #ran: Outcome<T>[] = [];
 
   private constructor(
     readonly children: Sandbox[],
@@ -66,8 +70,13 @@ class Attempts<T> {
     work: (attempts: Attempts<T>) => Promise<{ result: R; keep: readonly Sandbox[] }>,
   ): Promise<R> {
     throwIfAborted(signal);
+    const atOnce = parallel ?? attempts.length;
+    if (!(atOnce >= 1)) {
+      const text = `parallel is ${atOnce}: give at least 1, or leave it out to run all at the same time`;
+      throw new InvalidRequestError(text, { code: "invalid_request" });
+    }
     const children = await source.fork(attempts.length, { signal });
-    const all = new Attempts(children, attempts, Math.max(1, parallel ?? attempts.length));
+    const all = new Attempts(children, attempts, Math.floor(atOnce));
     const stop = onAbort(signal, () => all.#controller.abort(reasonOf(signal as AbortSignal)));
     try {
       const { result, keep } = await unlessAborted(work(all), signal);
@@ -75,7 +84,7 @@ class Attempts<T> {
       return result;
     } catch (error) {
       // What went wrong first is what the caller gets.
-      await all.#endAllBut([]).catch(() => {});
+      await all.#endAllBut([]);
       throw error;
     } finally {
       stop();
@@ -90,6 +99,7 @@ class Attempts<T> {
       while (next < this.attempts.length && !this.#controller.signal.aborted) {
         const outcome = await this.#one(next++);
         outcomes[outcome.index] = outcome;
+        this.#ran.push(outcome);
         await done(outcome);
       }
     };
@@ -102,7 +112,7 @@ class Attempts<T> {
     let ending = this.#ending.get(child);
     if (ending === undefined) {
       ending = child.kill();
-      // An error is the caller's at the end.
+      // An error is reported at the end.
       ending.catch(() => {});
       this.#ending.set(child, ending);
     }
@@ -112,7 +122,10 @@ class Attempts<T> {
   async #one(index: number): Promise<Outcome<T>> {
     const [attempt, sandbox] = [this.attempts[index] as Attempt<T>, this.children[index] as Sandbox];
     const start = performance.now();
-    const ran = (): Ran => ({ index, sandbox, seconds: (performance.now() - start) / 1000, score: undefined });
+    const ran = (): Ran => {
+      const seconds = (performance.now() - start) / 1000;
+      return { index, sandbox, seconds, score: undefined, endError: undefined };
+    };
     try {
       const value = await attempt(sandbox, { index, signal: this.#controller.signal });
       return { ...ran(), ok: true, value, error: undefined };
@@ -121,11 +134,22 @@ class Attempts<T> {
     }
   }
 
+  /** Never rejects: what came of the attempts is worth more. Children that could not be ended are a warning. */
   async #endAllBut(keep: readonly Sandbox[]): Promise<void> {
     this.#controller.abort(new DOMException("the attempt is no longer wanted", "AbortError"));
     const rest = this.children.filter((child) => !keep.includes(child));
     const ended = await Promise.allSettled(rest.map((child) => this.end(child)));
-    for (const each of ended) if (each.status === "rejected") throw each.reason;
+    const left: string[] = [];
+    ended.forEach((each, at) => {
+      const child = rest[at];
+      if (each.status === "fulfilled" || child === undefined) return;
+      const outcome = this.#ran.find(({ sandbox }) => sandbox === child);
+      if (outcome !== undefined) outcome.endError = each.reason;
+      left.push(`${child.id} (${each.reason instanceof Error ? each.reason.message : String(each.reason)})`);
+    });
+    if (left.length === 0) return;
+    const text = `these children of attempts could not be ended, and may still run: ${left.join(", ")}`;
+    process.emitWarning(text, { type: "ForkdWarning", code: "FORKD_CHILDREN_LEFT" });
   }
 }
 
@@ -151,6 +175,7 @@ export function bestOf<T>(
   options: AttemptOptions,
 ): Promise<Outcome<T>> {
   const attempts = Array.from({ length: n }, () => step);
+  if (attempts.length === 0) return Promise.reject(new AllFailedError([]));
   return Attempts.in(source, attempts, options, async (all) => {
     let best: Outcome<T> | undefined;
     const outcomes = await all.run(async (outcome) => {
@@ -191,6 +216,7 @@ export function firstSuccess<T>(
   attempts: readonly Attempt<T>[],
   options: AttemptOptions,
 ): Promise<Outcome<T>> {
+  if (attempts.length === 0) return Promise.reject(new AllFailedError([]));
   return Attempts.in(source, attempts, options, async (all) => {
     const winner = await new Promise<Outcome<T>>((resolve, reject) => {
       const running = all.run((outcome) => {

@@ -67,6 +67,8 @@ export interface KeyOptions extends CallOptions {
 }
 
 const LONG = 5;
+/** The daemon sends a comment every 15 s, so a longer silence in a stream of events is a broken connection. */
+const EVENTS_SILENCE_SECS = 60;
 
 /** A client of a forkd daemon. It has no open connection that must be closed. */
 export class Client {
@@ -106,7 +108,7 @@ export class Client {
   /** Events of sandboxes, snapshots and workspaces, as they come. */
   events(query: EventQuery = {}, options: CallOptions = {}): AsyncGenerator<Daemon.Event | Lagged, void, undefined> {
     const call = { method: "GET" as const, path: "/v1/events", query: { ...query }, ...options };
-    return eventsOf(this.transport.stream(call, query.follow !== false));
+    return eventsOf(this.transport.stream(call, query.follow === false ? undefined : EVENTS_SILENCE_SECS));
   }
 
   /** Waits until a daemon answers, at most `timeoutSecs`. */
@@ -140,12 +142,12 @@ export class Client {
 
   /** Boots a sandbox, or forks children from a snapshot. `wait: false`: the reply comes while they are `starting`. */
   createSandboxes(body: Sandboxes.CreateRequest, options: KeyOptions = {}): Promise<Sandboxes.SandboxInfo[]> {
-    return this.#create("/v1/sandboxes", body, options);
+    return this.#once("/v1/sandboxes", body, options);
   }
 
   /** The same, with one error for each child that does not run. */
   createEachSandbox(body: Sandboxes.CreateRequest, options: KeyOptions = {}): Promise<Sandboxes.SpawnReply> {
-    return this.#create("/v1/sandboxes", body, options, { results: "each" });
+    return this.#once("/v1/sandboxes", body, options, { results: "each" });
   }
 
   /** With `wait: "ready"` the reply comes when the sandbox is no longer `starting`. */
@@ -185,7 +187,8 @@ export class Client {
       query: { ...query, follow: true },
       ...options,
     };
-    for await (const bytes of this.transport.stream(call, true)) yield decoder.decode(bytes, { stream: true });
+    // A guest may print nothing for days.
+    for await (const bytes of this.transport.stream(call, Infinity)) yield decoder.decode(bytes, { stream: true });
   }
 
   /** Forks children from a running sandbox. */
@@ -194,7 +197,7 @@ export class Client {
     body: Sandboxes.ForkRequest = {},
     options: KeyOptions = {},
   ): Promise<Sandboxes.SandboxInfo[]> {
-    return this.#create(sandbox(id, "fork"), body, options);
+    return this.#once(sandbox(id, "fork"), body, options);
   }
 
   /** The same, with one error for each child that does not run. */
@@ -203,7 +206,7 @@ export class Client {
     body: Sandboxes.ForkRequest = {},
     options: KeyOptions = {},
   ): Promise<Sandboxes.SpawnReply> {
-    return this.#create(sandbox(id, "fork"), body, options, { results: "each" });
+    return this.#once(sandbox(id, "fork"), body, options, { results: "each" });
   }
 
   pingSandbox(id: string, options: CallOptions = {}): Promise<Sandboxes.PingReply> {
@@ -306,7 +309,7 @@ export class Client {
     body: Snapshots.BranchRequest = {},
     options: KeyOptions = {},
   ): Promise<Snapshots.SnapshotInfo> {
-    return this.#create(sandbox(id, "branch"), body, options);
+    return this.#once(sandbox(id, "branch"), body, options);
   }
 
   pauseSandbox(id: string, options: CallOptions = {}): Promise<Sandboxes.SandboxInfo> {
@@ -320,9 +323,9 @@ export class Client {
   rollbackSandbox(
     id: string,
     body: Sandboxes.RollbackRequest = {},
-    options: CallOptions = {},
+    options: KeyOptions = {},
   ): Promise<Sandboxes.SandboxInfo> {
-    return this.#post(sandbox(id, "rollback"), body, { timeoutSecs: this.longSecs, ...defined(options) });
+    return this.#once(sandbox(id, "rollback"), body, options);
   }
 
   /** The ancestry of snapshots and sandboxes. */
@@ -342,7 +345,7 @@ export class Client {
     query: { wait?: boolean | undefined } = {},
     options: KeyOptions = {},
   ): Promise<Snapshots.SnapshotInfo> {
-    return this.#create("/v1/snapshots", body, options, { ...query });
+    return this.#once("/v1/snapshots", body, options, { ...query });
   }
 
   getSnapshot(tag: string, options: CallOptions = {}): Promise<Snapshots.SnapshotInfo> {
@@ -366,7 +369,7 @@ export class Client {
     body: Snapshots.CompactRequest,
     options: KeyOptions = {},
   ): Promise<Snapshots.SnapshotInfo> {
-    return this.#create(snapshot(tag, "compact"), body, options);
+    return this.#once(snapshot(tag, "compact"), body, options);
   }
 
   setSnapshotOwner(
@@ -388,7 +391,7 @@ export class Client {
   }
 
   createWorkspace(body: Daemon.WorkspaceRequest, options: KeyOptions = {}): Promise<Daemon.WorkspaceInfo> {
-    return this.#create("/v1/workspaces", body, options);
+    return this.#once("/v1/workspaces", body, options);
   }
 
   getWorkspace(name: string, options: CallOptions = {}): Promise<Daemon.WorkspaceInfo> {
@@ -453,8 +456,8 @@ export class Client {
     return this.transport.json<T>({ method: "POST", path, json, ...options });
   }
 
-  /** A POST that creates something: done once, however often it is sent. */
-  #create<T>(path: string, json: unknown, { idempotencyKey, ...options }: KeyOptions, query?: Query): Promise<T> {
+  /** A POST with an idempotency key: done once, however often it is sent. */
+  #once<T>(path: string, json: unknown, { idempotencyKey, ...options }: KeyOptions, query?: Query): Promise<T> {
     const call = { method: "POST" as const, path, json, query, key: idempotencyKey ?? (true as const) };
     return this.transport.json<T>({ ...call, timeoutSecs: this.longSecs, ...defined(options) });
   }

@@ -4,6 +4,7 @@ import type { ExecReply, ServerEvent } from "./api/commands.js";
 import { onAbort, reasonOf } from "./abort.js";
 import { asyncDispose } from "./dispose.js";
 import { CommandError, ConflictError, errorOf, TimeoutError, timedOut } from "./errors.js";
+import { timerMs } from "./seconds.js";
 import type { Socket, SocketListener } from "./socket.js";
 
 /** How a command ended. */
@@ -81,13 +82,11 @@ class Channel {
     return text;
   }
 
+  /** After a piece that is too much nothing more is kept: there is no hole. */
   #keep(text: string, length: number): void {
-    if (this.#length + length <= MAX_KEPT) {
-      this.text += text;
-      this.#length += length;
-    } else {
-      this.truncated = true;
-    }
+    this.#length += length;
+    if (this.#length <= MAX_KEPT) this.text += text;
+    else this.truncated = true;
   }
 }
 
@@ -321,7 +320,7 @@ export class CommandHandle implements AsyncIterable<OutputEvent> {
 
   /** Fails the command unless `step` comes in time: a daemon may stall. */
   #limit(secs: number, step: Promise<unknown>): void {
-    const timer = setTimeout(() => this.abort(timedOut("a command", secs)), Math.min(secs * 1000, 2 ** 31 - 1));
+    const timer = setTimeout(() => this.abort(timedOut("a command", secs)), timerMs(secs));
     const stop = (): void => clearTimeout(timer);
     step.then(stop, stop);
   }

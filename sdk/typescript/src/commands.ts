@@ -4,14 +4,15 @@ import type { ExecStreamRequest, TtySize } from "./api/commands.js";
 import type { Client } from "./client.js";
 import { checked, CommandHandle, resultOf, type CommandResult } from "./command.js";
 import { given } from "./given.js";
+import { wholeSecs } from "./seconds.js";
 
 export interface RunOptions {
   /** Working directory; the user's home when absent. */
   cwd?: string | undefined;
   envs?: Record<string, string> | undefined;
   user?: string | undefined;
-  /** Seconds after which the command is killed: 30 when absent; with `background`, none. */
-  timeoutSecs?: number | undefined;
+  /** Seconds after which the command is killed: 30 when absent; with `background`, none. `null` for no limit. */
+  timeoutSecs?: number | null | undefined;
   /** Standard input; empty when absent. */
   stdin?: string | Uint8Array | AsyncIterable<string | Uint8Array> | undefined;
   /** Throws `CommandError` for a status that is not 0; true when absent. */
@@ -69,9 +70,10 @@ export class Commands {
   ): Promise<CommandResult | CommandHandle> {
     const args = argumentsOf(command);
     const check = options.check ?? true;
-    if (options.background) return this.#start(args, options, check);
-    const secs = options.timeoutSecs ?? DEFAULT_SECS;
-    if (!streams(options, secs)) {
+    const asked = wholeSecs("timeoutSecs", options.timeoutSecs);
+    if (options.background) return this.#start(args, { ...options, timeoutSecs: asked }, check);
+    const secs = asked === undefined ? DEFAULT_SECS : asked;
+    if (secs !== null && !streams(options, secs)) {
       const { cwd, envs: env, user } = options;
       const stdin = options.stdin as string | undefined;
       const body = { args, ...given({ cwd, env, user, stdin }), timeout_secs: secs };
@@ -79,7 +81,7 @@ export class Commands {
       if (check) checked(result);
       return result;
     }
-    const endSecs = secs + this.client.transport.timeoutSecs;
+    const endSecs = secs === null ? undefined : secs + this.client.transport.timeoutSecs;
     const handle = await this.#start(args, { ...options, timeoutSecs: secs }, check, endSecs);
     try {
       if (options.stdin === undefined) await handle.closeStdin();
@@ -96,7 +98,8 @@ export class Commands {
     endSecs?: number,
   ): Promise<CommandHandle> {
     const { cwd, envs: env, user, timeoutSecs, pty, keep, signal, onStdout, onStderr } = options;
-    const body: ExecStreamRequest = { args, ...given({ cwd, env, user, timeout_secs: timeoutSecs, pty, keep }) };
+    const body: ExecStreamRequest = { args, ...given({ cwd, env, user, pty, keep }) };
+    if (typeof timeoutSecs === "number") body.timeout_secs = timeoutSecs;
     const socket = await this.client.execStream(this.id, body, { signal });
     const startSecs = this.client.transport.timeoutSecs;
     const handle = new CommandHandle(socket, { check, signal, onStdout, onStderr, startSecs, endSecs });

@@ -8,6 +8,7 @@ import { Client } from "./client.js";
 import { asyncDispose } from "./dispose.js";
 import { ForkdError, NotFoundError } from "./errors.js";
 import { given } from "./given.js";
+import { wholeSecs } from "./seconds.js";
 
 /** How a branch is stored. */
 export type BranchMode = "full" | "diff" | "live";
@@ -101,8 +102,8 @@ export class Controller {
     return this.#ask(`/v1/sandboxes/${id}/branch`, (client, call) => client.branchSandbox(id, body, call));
   }
 
-  execCommand(id: string, args: string[], options: { timeoutSecs?: number } = {}): Promise<ExecReply> {
-    const body = { args, timeout_secs: options.timeoutSecs ?? 30 };
+  async execCommand(id: string, args: string[], options: { timeoutSecs?: number } = {}): Promise<ExecReply> {
+    const body = { args, timeout_secs: wholeSecs("timeoutSecs", options.timeoutSecs) ?? 30 };
     // A command may take longer than other requests.
     const timeoutSecs = body.timeout_secs + this.#timeoutSecs;
     return this.#ask(`/v1/sandboxes/${id}/exec`, (client) => client.execCommand(id, body, { timeoutSecs }));

@@ -6,8 +6,11 @@ import type { FileTree, FileTreeEntry } from "./api/commands.js";
 export interface Change {
   /** Absolute path in the guest. */
   path: string;
-  /** `type`: a file became a folder or a link, or the like. `mode`: the permission bits alone differ. */
-  kind: "added" | "removed" | "modified" | "type" | "mode";
+  /**
+   * `type`: a file became a folder or a link, or the like. `mode`: the permission bits alone differ. `unknown`: the
+   * content may differ, because one of them could not be read, or changed meanwhile; `incomplete` of the entry says why.
+   */
+  kind: "added" | "removed" | "modified" | "type" | "mode" | "unknown";
   before: FileTreeEntry | undefined;
   after: FileTreeEntry | undefined;
 }
@@ -41,8 +44,17 @@ function keyOf({ path, path_base64 }: FileTreeEntry): string {
 
 function kindOf(before: FileTreeEntry, after: FileTreeEntry): Change["kind"] | undefined {
   if (before.kind !== after.kind) return "type";
-  const content = (entry: FileTreeEntry): string =>
-    entry.kind === "file" ? `${entry.size} ${entry.sha256 ?? ""}` : (entry.target_base64 ?? entry.target ?? "");
-  if (content(before) !== content(after)) return "modified";
+  const unknown = isUnknown(before) || isUnknown(after);
+  const content = (entry: FileTreeEntry): string => {
+    if (entry.kind !== "file") return entry.target_base64 ?? entry.target ?? "";
+    return unknown ? `${entry.size}` : `${entry.size} ${entry.sha256 ?? ""}`;
+  };
+  if (content(before) !== content(after)) return unknown && before.kind !== "file" ? "unknown" : "modified";
+  if (unknown) return "unknown";
   return before.mode === after.mode ? undefined : "mode";
+}
+
+/** Whether the entry's content is not known. A pseudo file system, which is not listed, is the same in all sandboxes. */
+function isUnknown({ incomplete }: FileTreeEntry): boolean {
+  return incomplete === "unreadable" || incomplete === "changing";
 }

@@ -106,6 +106,21 @@ export class ForkError extends ForkdError {
   }
 }
 
+/** The body of a checkpoint failed, and so did the rollback. The branch is kept. `cause` is the error of the body. */
+export class CheckpointError extends ForkdError {
+  constructor(
+    /** The branch of the moment before the body. */
+    readonly tag: string,
+    work: unknown,
+    readonly rollbackError: unknown,
+  ) {
+    const details = rollbackError instanceof ForkdError ? rollbackError : {};
+    const text = `the work failed (${textOf(work)}), and so did the rollback to before it (${textOf(rollbackError)})`;
+    const advice = `the branch is kept: sandbox.rollback("${tag}") goes back to it, Sandbox.create("${tag}") forks from it`;
+    super(`${text}; ${advice}`, { ...details, cause: work });
+  }
+}
+
 type Class = new (message: string, details?: ErrorDetails) => ForkdError;
 
 /** The class of each code of the API. */
@@ -196,9 +211,22 @@ export function errorOf(message: string, code: string, details: ErrorDetails): F
   return new known(text, { ...details, code });
 }
 
+/** Errors of requests of which an earlier try may have arrived. */
+const maybeDone = new WeakSet<ForkdError>();
+
+/** Notes that an earlier try of the request may have arrived, whatever this error says about the last one. */
+export function markMaybeDone(error: ForkdError): void {
+  maybeDone.add(error);
+}
+
 /** Whether an error leaves open if the daemon did the request. */
-export function isUncertain({ code }: ForkdError): boolean {
-  return ["client_timeout", "stream_broken", "idempotency_in_progress"].includes(code);
+export function isUncertain(error: ForkdError): boolean {
+  return ["client_timeout", "stream_broken", "idempotency_in_progress"].includes(error.code) || maybeDone.has(error);
+}
+
+/** Whether an error says nothing about an earlier try: the daemon did not look at the request. */
+export function isUnseen(error: ForkdError): boolean {
+  return error instanceof DaemonUnreachableError || error instanceof BusyError || error instanceof RateLimitError;
 }
 
 /** A time-out on the client's side. */
@@ -217,6 +245,10 @@ export function broken(what: string, cause?: unknown): StreamBrokenError {
   const text = `${what}: the connection to the daemon broke before the end${why === "" ? "" : ` (${why})`}`;
   const advice = "look whether it runs (forkd ls), then try again";
   return new StreamBrokenError(`${text}; ${advice}`, { code: "stream_broken", cause });
+}
+
+function textOf(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
 }
 
 /** The text of the innermost cause. */

@@ -95,7 +95,7 @@ export class Files {
     }
   }
 
-  /** Removes a file, a link or an empty folder; with `recursive`, a folder with its content. */
+  /** Removes a file, a link or an empty folder; with `recursive: true`, a folder with its content. */
   remove(path: string, { user, signal, recursive }: FileOptions & { recursive?: boolean } = {}): Promise<void> {
     return this.client.deleteFile(this.id, { path, user, recursive }, { signal });
   }
@@ -128,8 +128,8 @@ export class Files {
   }
 
   /**
-   * Copies a file or a folder of the sandbox to `local`. Leaves out links, pipes and devices, and names them. Nothing
-   * in the sandbox can make it write outside of `local`.
+   * Copies a file or a folder of the sandbox to `local`. Leaves out links, pipes and devices, and names them. A name in
+   * the sandbox that leads out of the folder is an error before anything is copied.
    */
   download(remote: string, local: string, options: FileOptions = {}): Promise<Transfer> {
     return download(this, remote, local, options);

@@ -12,7 +12,7 @@ import type { FileOptions, Files } from "./files.js";
 export interface Transfer {
   /** Number of files. */
   files: number;
-  /** Links, pipes, devices, and names that this computer cannot have. */
+  /** Links, pipes and devices. */
   skipped: string[];
 }
 
@@ -57,8 +57,8 @@ export async function download(files: Files, remote: string, local: string, opti
   const folder = async (from: string): Promise<void> => {
     for (const entry of await files.list(from, { ...options, depth: MAX_DEPTH })) {
       const parts = partsBelow(remote, entry);
-      const last = parts?.at(-1);
-      if (parts === undefined || last === undefined || !["file", "directory"].includes(entry.type)) {
+      const last = parts.at(-1);
+      if (last === undefined || !["file", "directory"].includes(entry.type)) {
         done.skipped.push(entry.path);
       } else if (entry.type === "directory") {
         await makeLocal(local, parts);
@@ -82,14 +82,15 @@ export async function download(files: Files, remote: string, local: string, opti
 
 const levels = (name: string): number => name.split("/").filter((part) => part !== "").length;
 
-/** The parts of an entry's path below the folder; `undefined` if it could lead anywhere else. */
-function partsBelow(folder: string, entry: FileInfo): string[] | undefined {
+/** The parts of an entry's path below the folder. The sandbox chooses names: one that leads elsewhere is an error. */
+function partsBelow(folder: string, entry: FileInfo): string[] {
   const root = `${folder.replace(/\/+$/, "")}/`;
-  if (!entry.path.startsWith(root)) return undefined;
-  const parts = entry.path.slice(root.length).split("/");
+  const parts = entry.path.startsWith(root) ? entry.path.slice(root.length).split("/") : [""];
   const foreign = path.sep === "\\" ? /[\0\\:]/ : /\0/;
   const fine = parts.every((part) => part !== "" && part !== "." && part !== ".." && !foreign.test(part));
-  return fine ? parts : undefined;
+  if (fine) return parts;
+  const text = `the sandbox lists ${JSON.stringify(entry.path)} in ${folder}: that name leads out of the folder, or this`;
+  throw new ForkdError(`${text} computer cannot have it, so nothing is copied`, { code: "hostile_name" });
 }
 
 /** Creates folders below `root` one by one. None of them may be a link: it could lead elsewhere. */

@@ -1,5 +1,5 @@
 // Requests that `fetch` of Node.js cannot make: over a unix socket, with a certificate of one's own, or with an answer
-// that takes minutes (`fetch` gives up after five).
+// that takes minutes or is silent for minutes (`fetch` gives up after five).
 
 import * as http from "node:http";
 import * as https from "node:https";
@@ -18,6 +18,9 @@ export interface Init {
   body: Body | undefined;
   signal: AbortSignal;
 }
+
+/** Silence on a connection after which the kernel asks whether the other side is still there. */
+const KEEP_ALIVE_MS = 30_000;
 
 const agents = new WeakMap<Endpoint, http.Agent>();
 
@@ -49,6 +52,8 @@ export async function request(endpoint: Endpoint, path: string, init: Init): Pro
   const sent = start(url, options);
   // The agent's time-out is for idle connections only.
   sent.setTimeout(0);
+  // A stream that may be silent for any time ends when the daemon's host has vanished.
+  sent.once("socket", (socket) => socket.setKeepAlive(true, KEEP_ALIVE_MS));
   const replied = new Promise<http.IncomingMessage>((resolve, reject) => {
     sent.once("response", resolve);
     sent.once("error", reject);

@@ -2,27 +2,30 @@
 
 import { randomBytes } from "node:crypto";
 
+import type { EvalReply } from "./api/commands.js";
 import type {
   CreateRequest,
   OnTimeout,
   PingReply,
   SandboxInfo,
   SandboxState,
+  SpawnError,
   Stats,
   UpdateRequest,
 } from "./api/sandboxes.js";
 import type { BranchRequest, SnapshotInfo, Tree } from "./api/snapshots.js";
-import { throwIfAborted } from "./abort.js";
+import { throwIfAborted, unlessAborted } from "./abort.js";
 import * as attempts from "./attempts.js";
 import { clientOr, entriesOf, type Client, type KeyOptions } from "./client.js";
 import { Commands } from "./commands.js";
 import { createOwned, end, endAll, type OnForkError } from "./creation.js";
 import { changesOf, type Change } from "./diff.js";
 import { asyncDispose } from "./dispose.js";
-import { ForkdError, InvalidRequestError } from "./errors.js";
+import { CheckpointError, ForkdError, InvalidRequestError } from "./errors.js";
 import { executionOf, valueOf, type Execution } from "./execution.js";
 import { Files, type FileOptions } from "./files.js";
 import { given } from "./given.js";
+import { wholeSecs } from "./seconds.js";
 import { createSnapshot, remove, Snapshot } from "./snapshot.js";
 
 /** What a child or a new sandbox gets. */
@@ -58,9 +61,15 @@ export interface CreateProgress {
 }
 
 export interface ForkOptions extends ChildOptions {
-  /** What happens if some children do not start: `throw` ends the others, `return` returns them. */
+  /** What happens if some children do not start: `throw` ends the others, `return` returns them with the `errors`. */
   onError?: OnForkError | undefined;
 }
+
+/** Children of a fork. */
+export type Children = Sandbox[] & {
+  /** One error for each child that did not start; there can be some with `onError: "return"` only. */
+  errors: readonly SpawnError[];
+};
 
 export interface BranchOptions {
   /** The branch's name; one with the sandbox's id when absent. */
@@ -181,7 +190,7 @@ export class Sandbox {
   }
 
   /** Changes time-outs, the action at a time-out, and labels. `null` removes a time-out. */
-  update(
+  async update(
     changes: {
       timeoutSecs?: number | null;
       idleTimeoutSecs?: number | null;
@@ -190,8 +199,13 @@ export class Sandbox {
     },
     options: Signal = {},
   ): Promise<SandboxInfo> {
-    const { timeoutSecs: timeout_secs, idleTimeoutSecs: idle_timeout_secs, onTimeout: on_timeout, labels } = changes;
-    const body: UpdateRequest = given({ timeout_secs, idle_timeout_secs, on_timeout, labels });
+    const { timeoutSecs, idleTimeoutSecs, onTimeout: on_timeout, labels } = changes;
+    const body: UpdateRequest = given({
+      timeout_secs: wholeSecs("timeoutSecs", timeoutSecs),
+      idle_timeout_secs: wholeSecs("idleTimeoutSecs", idleTimeoutSecs),
+      on_timeout,
+      labels,
+    });
     return this.client.updateSandbox(this.id, body, options);
   }
 
@@ -225,7 +239,7 @@ export class Sandbox {
    * ```
    */
   async eval(code: string, { timeoutSecs, signal }: EvalOptions = {}): Promise<unknown> {
-    return valueOf(await this.client.evalCode(this.id, { code, ...given({ timeout_secs: timeoutSecs }) }, { signal }));
+    return valueOf(await this.#evaluate(code, timeoutSecs, signal));
   }
 
   /**
@@ -241,7 +255,7 @@ export class Sandbox {
     code: string,
     { timeoutSecs, signal, onStdout }: EvalOptions & { onStdout?: (text: string) => void } = {},
   ): Promise<Execution> {
-    const reply = await this.client.evalCode(this.id, { code, ...given({ timeout_secs: timeoutSecs }) }, { signal });
+    const reply = await this.#evaluate(code, timeoutSecs, signal);
     // The interpreter's output comes with its answer.
     if (reply.stdout !== "") onStdout?.(reply.stdout);
     return executionOf(reply);
@@ -257,11 +271,14 @@ export class Sandbox {
    * await Promise.all(children.map((child) => child.kill()));
    * ```
    */
-  async fork(n = 1, { signal, onError, ...options }: ForkOptions = {}): Promise<Sandbox[]> {
+  async fork(n = 1, { signal, onError, ...options }: ForkOptions = {}): Promise<Children> {
     const body = { n, ...wireOf(options) };
     const send = (call: object) => this.client.forkEachSandbox(this.id, body, call);
-    const children = await createOwned(this.client, send, signal, onError);
-    return children.map((info) => new Sandbox(this.client, info));
+    const { children, errors } = await createOwned(this.client, send, signal, onError);
+    return Object.assign(
+      children.map((info) => new Sandbox(this.client, info)),
+      { errors },
+    );
   }
 
   /**
@@ -367,7 +384,9 @@ export class Sandbox {
   }
 
   /**
-   * Runs `body`. If it throws, the sandbox goes back to the moment before, and the error goes on.
+   * Runs `body`. If it throws, the sandbox goes back to the moment before, and the error goes on. If `signal` aborts, it
+   * goes back at once: pass the signal to the calls in the body, too. If it cannot go back, a `CheckpointError` names
+   * the branch, which is kept.
    *
    * @example
    * ```ts
@@ -380,25 +399,36 @@ export class Sandbox {
     throwIfAborted(signal);
     const own = tag === undefined ? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}` : undefined;
     const request: BranchRequest = given({ tag: tag ?? own, mode: "live", wait: false });
-    // Without the signal: a branch under way can not be removed yet.
     const send = (call: KeyOptions): Promise<SnapshotInfo> => this.client.branchSandbox(this.id, request, call);
-    const branch = await createSnapshot(this.client, send, own);
+    const branch = await createSnapshot(this.client, send, signal, own);
+    // A rollback in the body goes there, and so does one after a rollback that failed.
+    this.#branches.push(branch.tag);
     let result: T;
     try {
       throwIfAborted(signal);
-      result = await body();
+      result = await unlessAborted((async () => body())(), signal);
     } catch (error) {
-      const rollback = this.client.rollbackSandbox(this.id, { to: branch.tag });
-      const failed = await rollback.then(
-        () => undefined,
-        (cause: unknown) => rollbackFailed(cause, error),
-      );
+      try {
+        await this.client.rollbackSandbox(this.id, { to: branch.tag });
+      } catch (cause) {
+        throw new CheckpointError(branch.tag, error, cause);
+      }
       // What went wrong first is what the caller gets.
-      await remove(branch).catch(() => {});
-      throw failed ?? error;
+      await this.#removeBranch(branch).catch(() => {});
+      throw error;
     }
-    await remove(branch);
+    await this.#removeBranch(branch);
     return result;
+  }
+
+  #evaluate(code: string, timeoutSecs: number | undefined, signal: AbortSignal | undefined): Promise<EvalReply> {
+    const body = { code, ...given({ timeout_secs: wholeSecs("timeoutSecs", timeoutSecs) }) };
+    return this.client.evalCode(this.id, body, { signal });
+  }
+
+  #removeBranch(branch: Snapshot): Promise<void> {
+    this.#branches = this.#branches.filter((tag) => tag !== branch.tag);
+    return remove(branch);
   }
 
   /**
@@ -417,13 +447,6 @@ export class Sandbox {
   }
 }
 
-/** The error when a sandbox does not go back to before `work` failed. */
-function rollbackFailed(cause: unknown, work: unknown): ForkdError {
-  const why = cause instanceof Error ? cause.message : String(cause);
-  const code = cause instanceof ForkdError ? cause.code : "unknown";
-  return new ForkdError(`the work failed, and so did the rollback to before it: ${why}`, { code, cause: work });
-}
-
 /** Creates sandboxes. @internal */
 export async function spawn(
   client: Client,
@@ -435,21 +458,21 @@ export async function spawn(
     onProgress?.({ stage, seconds: (Date.now() - start) / 1000 });
   report("creating");
   const body = { ...source, ...wireOf(options) };
-  const infos = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);
+  const { children } = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);
   try {
     report("running");
   } catch (error) {
-    await endAll(client, infos).catch(() => {});
+    await endAll(client, children).catch(() => {});
     throw error;
   }
-  return infos.map((info) => new Sandbox(client, info));
+  return children.map((info) => new Sandbox(client, info));
 }
 
 /** The fields of a request that all new sandboxes have. */
 function wireOf(options: ChildOptions): Partial<CreateRequest> {
   return given({
-    timeout_secs: options.timeoutSecs,
-    idle_timeout_secs: options.idleTimeoutSecs,
+    timeout_secs: wholeSecs("timeoutSecs", options.timeoutSecs),
+    idle_timeout_secs: wholeSecs("idleTimeoutSecs", options.idleTimeoutSecs),
     on_timeout: options.onTimeout,
     env: options.envs,
     labels: options.labels,

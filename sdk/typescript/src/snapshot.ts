@@ -1,12 +1,12 @@
 // Snapshots: what children are forked from.
 
-import { randomBytes, randomUUID } from "node:crypto";
+import { randomBytes } from "node:crypto";
 
 import type { SnapshotInfo, SnapshotPhase, SnapshotRequest, SnapshotStatus } from "./api/snapshots.js";
 import { reasonOf, sleep, throwIfAborted, unlessAborted } from "./abort.js";
 import { clientOr, entriesOf, type Client, type KeyOptions } from "./client.js";
-import { undo, withGrace } from "./creation.js";
-import { ConflictError, errorOf, ForkdError, isUncertain, NotFoundError, timedOut } from "./errors.js";
+import { owned } from "./creation.js";
+import { ConflictError, errorOf, ForkdError, NotFoundError, timedOut } from "./errors.js";
 import { given } from "./given.js";
 import { spawn, type CreateOptions, type Sandbox } from "./sandbox.js";
 
@@ -70,8 +70,9 @@ export class Snapshot {
     const command = typeof warm === "string" ? ["sh", "-c", warm] : warm && [...warm];
     const more = given({ warm_command: command, warm_python: warmPython, mem_size_mib: memSizeMib, vcpus, network });
     const body: SnapshotRequest = { image, tag, ...more };
-    // Without the signal: the daemon must have the tag before it can be removed.
-    const snapshot = await createSnapshot(client, (call) => client.createSnapshot(body, { wait: false }, call));
+    const send = (call: KeyOptions): Promise<SnapshotInfo> => client.createSnapshot(body, { wait: false }, call);
+    const ownTag = options.tag === undefined ? tag : undefined;
+    const snapshot = await createSnapshot(client, send, signal, ownTag);
     try {
       return await snapshot.waitReady(options);
     } catch (error) {
@@ -165,27 +166,18 @@ export class Snapshot {
 }
 
 /**
- * Sends a request that makes a snapshot. If its answer gets lost, what this very request made is removed: the tag may be
- * that of an older snapshot. `ownTag` is one that no other snapshot has. @internal
+ * Sends a request that makes a snapshot. If the caller aborts, or the answer gets lost, what this very request made is
+ * removed: the tag may be that of an older snapshot. `ownTag` is one that no other snapshot has. @internal
  */
 export async function createSnapshot(
   client: Client,
   send: (options: KeyOptions) => Promise<SnapshotInfo>,
+  signal: AbortSignal | undefined,
   ownTag?: string,
 ): Promise<Snapshot> {
-  const idempotencyKey = randomUUID();
-  try {
-    return new Snapshot(client, await send({ idempotencyKey }));
-  } catch (error) {
-    if (error instanceof ForkdError && isUncertain(error)) await withGrace(undone());
-    throw error;
-  }
-
-  async function undone(): Promise<void> {
-    const known = await undo(send, idempotencyKey, (info) => new Snapshot(client, info).delete());
-    if (known || ownTag === undefined) return;
-    await new Snapshot(client, { tag: ownTag } as SnapshotInfo).delete().catch(() => {});
-  }
+  const discard = (tag: string): Promise<void> => new Snapshot(client, { tag } as SnapshotInfo).delete();
+  const removeOwn = ownTag === undefined ? undefined : () => discard(ownTag);
+  return new Snapshot(client, await owned(send, signal, ({ tag }) => discard(tag), removeOwn));
 }
 
 /** Removes a branch that is no longer needed; snapshots that are built on it keep their layers. @internal */

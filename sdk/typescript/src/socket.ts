@@ -6,6 +6,7 @@ import { WebSocket, type RawData } from "ws";
 import type { ClientMessage, ServerEvent } from "./api/commands.js";
 import { onAbort, reasonOf, throwIfAborted } from "./abort.js";
 import { broken, timedOut, unreachable } from "./errors.js";
+import { timerMs } from "./seconds.js";
 import { refusal, type CallOptions, type Transport } from "./transport.js";
 
 /** Most bytes of an error's body that are read. */
@@ -57,7 +58,7 @@ class OpenSocket implements Socket {
         if (++this.#beats > BEATS) this.#end(timedOut(what, silenceSecs));
         else if (socket.readyState === WebSocket.OPEN) socket.ping();
       },
-      (silenceSecs * 1000) / BEATS,
+      timerMs(silenceSecs / BEATS),
     );
     const heard = (): void => {
       this.#beats = 0;
@@ -117,6 +118,7 @@ class OpenSocket implements Socket {
     let event: ServerEvent;
     try {
       event = JSON.parse(data.toString("utf8")) as ServerEvent;
+      if (typeof event !== "object" || event === null) throw new TypeError("a message is no object");
     } catch (cause) {
       this.#end(broken(this.what, cause));
       return;
@@ -164,7 +166,7 @@ export async function openSocket(
       socket.terminate();
       reject(error);
     };
-    const timer = setTimeout(() => fail(timedOut(what, secs)), secs * 1000);
+    const timer = setTimeout(() => fail(timedOut(what, secs)), timerMs(secs));
     const stop = onAbort(signal, () => fail(reasonOf(signal as AbortSignal)));
     const end = (): void => {
       clearTimeout(timer);

@@ -4,8 +4,20 @@ import { randomUUID } from "node:crypto";
 
 import { onAbort, reasonOf, sleep, throwIfAborted } from "./abort.js";
 import type { Endpoint } from "./endpoint.js";
-import { broken, BusyError, errorOf, ForkdError, RateLimitError, timedOut, unreachable } from "./errors.js";
+import {
+  broken,
+  BusyError,
+  errorOf,
+  ForkdError,
+  isUncertain,
+  isUnseen,
+  markMaybeDone,
+  RateLimitError,
+  timedOut,
+  unreachable,
+} from "./errors.js";
 import { request as requestByNode, type Body } from "./http.js";
+import { timerMs } from "./seconds.js";
 
 /** What every call takes. */
 export interface CallOptions {
@@ -37,11 +49,9 @@ interface Attempt {
   watch: Watch;
 }
 
-/** `fetch` gives up by itself when no header has come for five minutes. */
+/** `fetch` gives up by itself when no header, or nothing more of the body, has come for five minutes. */
 const LONGEST_FETCH_SECS = 240;
 const TRIES = 4;
-/** A longer timer of Node.js fires at once. */
-const LONGEST_TIMER_MS = 2 ** 31 - 1;
 /** A body above this is sent in pieces, so that the deadline counts from the last one. */
 const PIECE = 256 * 1024;
 /** Codes of errors from before the request was sent. */
@@ -57,7 +67,7 @@ class Watch {
 
   constructor(
     readonly caller: AbortSignal | undefined,
-    readonly secs: number,
+    public secs: number,
   ) {
     this.#stop = onAbort(caller, () => this.#controller.abort(caller && reasonOf(caller)));
     this.touch();
@@ -70,18 +80,18 @@ class Watch {
   /** Starts the time anew, with the seconds that are left or all of them. */
   touch(secs = this.secs): void {
     clearTimeout(this.#timer);
-    if (this.ended) return;
+    if (this.ended || secs === Infinity) return;
     this.#timer = setTimeout(
       () => {
         this.late = true;
         this.#controller.abort(new DOMException("the deadline is over", "TimeoutError"));
       },
-      Math.min(Math.max(0, secs) * 1000, LONGEST_TIMER_MS),
+      timerMs(secs),
     );
   }
 
-  /** Leaves the rest of a stream without a deadline. */
-  endless(): void {
+  /** Stops the time until the next touch. */
+  pause(): void {
     clearTimeout(this.#timer);
   }
 
@@ -130,16 +140,18 @@ export class Transport {
   }
 
   /**
-   * The body of a reply, piece by piece. With `endless` it may be silent for any time, else for the time-out.
-   * The request is sent when the first piece is asked for.
+   * The body of a reply, piece by piece. A silence longer than the time-out is an error; in a stream that says itself how
+   * long it may be silent, one longer than `silenceSecs`. The request is sent when the first piece is asked for.
    */
-  async *stream(call: Call, endless = false): AsyncGenerator<Uint8Array, void, undefined> {
-    const { reply, watch } = await this.#tried(call, async (attempt) => attempt, true);
-    if (endless) watch.endless();
+  async *stream(call: Call, silenceSecs?: number): AsyncGenerator<Uint8Array, void, undefined> {
+    const { reply, watch } = await this.#tried(call, async (attempt) => attempt, true, silenceSecs);
+    if (silenceSecs !== undefined) watch.secs = silenceSecs;
+    watch.touch();
     try {
-      yield* piecesOf(reply, watch, endless);
+      yield* piecesOf(reply, watch);
     } catch (error) {
-      throw this.#errorOf(call, error, watch);
+      if (silenceSecs === undefined || !watch.late) throw this.#errorOf(call, error, watch);
+      throw broken(`${call.method} ${call.path}`, new Error(`silent for ${silenceSecs} s`));
     } finally {
       watch.end();
       await reply.body?.cancel().catch(() => {});
@@ -147,23 +159,33 @@ export class Transport {
   }
 
   /** Sends a request until it succeeds, fails for good, or is too late. `read` is part of a try. */
-  async #tried<T>(call: Call, read: (attempt: Attempt) => Promise<T>, keepsWatch = false): Promise<T> {
+  async #tried<T>(
+    call: Call,
+    read: (attempt: Attempt) => Promise<T>,
+    keepsWatch = false,
+    silenceSecs = 0,
+  ): Promise<T> {
     throwIfAborted(call.signal);
     const secs = call.timeoutSecs ?? this.timeoutSecs;
     const deadline = Date.now() + secs * 1000;
     const key = call.key === true ? randomUUID() : call.key;
+    let maybeDone = false;
     for (let number = 1; ; number++) {
       const watch = new Watch(call.signal, secs);
       watch.touch((deadline - Date.now()) / 1000);
       let kept = false;
       try {
-        const reply = await this.#send(call, key, watch);
+        const reply = await this.#send(call, key, watch, silenceSecs);
         if (!reply.ok) throw await refusalOf(reply, call);
         const value = await read({ reply, watch });
         kept = keepsWatch;
         return value;
       } catch (cause) {
         const error = this.#errorOf(call, cause, watch);
+        if (error instanceof ForkdError) {
+          if (maybeDone && isUnseen(error)) markMaybeDone(error);
+          maybeDone ||= isUncertain(error);
+        }
         const wait = waitBefore(call, key, error, cause, number);
         if (wait === undefined || Date.now() + wait >= deadline) throw error;
         watch.end();
@@ -174,7 +196,7 @@ export class Transport {
     }
   }
 
-  async #send(call: Call, key: string | undefined, watch: Watch): Promise<Response> {
+  async #send(call: Call, key: string | undefined, watch: Watch, silenceSecs: number): Promise<Response> {
     const headers: Record<string, string> = this.endpoint.headers();
     let body = call.body;
     if (call.json !== undefined) {
@@ -189,7 +211,8 @@ export class Transport {
     const path = call.path + queryOf(call.query);
     const init = { method: call.method, headers, body, signal: watch.signal };
     const { endpoint } = this;
-    const byNode = endpoint.socketPath !== undefined || endpoint.ca !== undefined || watch.secs > LONGEST_FETCH_SECS;
+    const long = Math.max(watch.secs, silenceSecs) > LONGEST_FETCH_SECS;
+    const byNode = endpoint.socketPath !== undefined || endpoint.ca !== undefined || long;
     if (byNode && this.fetch === undefined) return requestByNode(endpoint, path, init);
     const streams = body !== undefined && typeof body !== "string" && !(body instanceof Uint8Array);
     const more = streams ? { duplex: "half" } : {};
@@ -311,13 +334,13 @@ function queryOf(query: Query | undefined): string {
   return text === "" ? "" : `?${text}`;
 }
 
-async function* piecesOf(reply: Response, watch: Watch, endless = false): AsyncGenerator<Uint8Array, void, undefined> {
+async function* piecesOf(reply: Response, watch: Watch): AsyncGenerator<Uint8Array, void, undefined> {
   if (reply.body === null) return;
   for await (const piece of reply.body as unknown as AsyncIterable<Uint8Array>) {
     // The time that the caller needs for a piece does not count.
-    watch.endless();
+    watch.pause();
     yield piece;
-    if (!endless) watch.touch();
+    watch.touch();
   }
 }
 

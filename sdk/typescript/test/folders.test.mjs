@@ -43,7 +43,7 @@ async function everything(folder) {
   return below.flat().sort();
 }
 
-test("a hostile list writes nothing outside of the folder", async (t) => {
+test("a hostile name in a list is an error, and nothing is copied", async (t) => {
   const folder = await scratch(t);
   const hostile = [
     "/srv/../escaped",
@@ -59,17 +59,18 @@ test("a hostile list writes nothing outside of the folder", async (t) => {
     "/srvother/x",
     `${folder}/escaped`,
   ];
-  const sandbox = await guest(t, [
-    file("/srv/good"),
-    file("/srv/deep/er/file"),
-    ...hostile.map((path) => file(path)),
-    ...hostile.map((path) => file(path, "directory")),
-    file("/srv/link", "symlink"),
-    file("/srv/pipe", "other"),
-  ]);
+  const good = [file("/srv/good"), file("/srv/deep/er/file"), file("/srv/link", "symlink"), file("/srv/pipe", "other")];
+  for (const path of hostile) {
+    for (const type of ["file", "directory", "symlink"]) {
+      const sandbox = await guest(t, [...good, file(path, type)]);
+      const copied = sandbox.files.download("/srv", join(folder, "in"));
+      await assert.rejects(copied, { name: "ForkdError", code: "hostile_name" }, path);
+    }
+  }
+  assert.deepEqual(await everything(folder), []);
+  const sandbox = await guest(t, good);
   const { files, skipped } = await sandbox.files.download("/srv", join(folder, "in"));
-  assert.equal(files, 2);
-  assert.equal(skipped.length, 2 * hostile.length + 2);
+  assert.deepEqual([files, skipped], [2, ["/srv/link", "/srv/pipe"]]);
   assert.deepEqual(await everything(folder), ["in/deep/er/file", "in/good"]);
   assert.equal(await readFile(join(folder, "in/good"), "utf8"), "/srv/good");
 });
@@ -127,6 +128,10 @@ test("a diff names what was added, removed, modified, and what became another ty
       entry("\ufffd", { path_base64: "/w==" }),
       entry("\ufffd", { path_base64: "/g==" }),
       entry("unreadable", { sha256: null, incomplete: "unreadable" }),
+      entry("changing"),
+      entry("grows", { sha256: null, incomplete: "changing" }),
+      entry("closed", { kind: "directory", sha256: null, incomplete: "unreadable" }),
+      entry("proc", { kind: "directory", sha256: null, incomplete: "file_system" }),
     ]),
     sb2: tree([
       entry("same"),
@@ -140,6 +145,10 @@ test("a diff names what was added, removed, modified, and what became another ty
       entry("folder", { kind: "directory", size: 8192, sha256: null }),
       entry("\ufffd", { path_base64: "/g==" }),
       entry("unreadable", { sha256: null, incomplete: "unreadable" }),
+      entry("changing", { sha256: null, incomplete: "changing" }),
+      entry("grows", { size: 2 }),
+      entry("closed", { kind: "directory", sha256: null, incomplete: "unreadable" }),
+      entry("proc", { kind: "directory", sha256: null, incomplete: "file_system" }),
     ]),
   };
   const { client, requests } = await served(t, (exchange) => exchange.answer(200, trees[exchange.path.split("/")[3]]));
@@ -149,13 +158,17 @@ test("a diff names what was added, removed, modified, and what became another ty
     changes.map(({ path, kind, before, after }) => [path, kind, before !== undefined, after !== undefined]),
     [
       ["/srv/both", "modified", true, true],
+      ["/srv/changing", "unknown", true, true],
+      ["/srv/closed", "unknown", true, true],
       ["/srv/content", "modified", true, true],
       ["/srv/gone", "removed", true, false],
+      ["/srv/grows", "modified", true, true],
       ["/srv/link", "modified", true, true],
       ["/srv/mode", "mode", true, true],
       ["/srv/new/é", "added", false, true],
       ["/srv/size", "modified", true, true],
       ["/srv/type", "type", true, true],
+      ["/srv/unreadable", "unknown", true, true],
       ["/srv/\ufffd", "removed", true, false],
     ],
   );
@@ -196,20 +209,40 @@ test("a checkpoint rolls back when its body throws, and removes its branch eithe
   await assert.rejects(sandbox.checkpoint(throws, { tag: "c" }), boom);
   assert.deepEqual(log.splice(0), ["branch live false", "rollback c", "DELETE c"]);
   const controller = new AbortController();
-  const body = async () => controller.abort();
-  await sandbox.checkpoint(body, { tag: "c", signal: controller.signal });
-  log.splice(0);
-  await assert.rejects(sandbox.checkpoint(body, { tag: "c", signal: controller.signal }), { name: "AbortError" });
+  const { signal } = controller;
+  const body = () => {
+    controller.abort();
+    return new Promise(() => {});
+  };
+  await assert.rejects(sandbox.checkpoint(body, { tag: "c", signal }), { name: "AbortError" });
+  assert.deepEqual(log.splice(0), ["branch live false", "rollback c", "DELETE c"]);
+  await assert.rejects(sandbox.checkpoint(body, { tag: "c", signal }), { name: "AbortError" });
   assert.deepEqual(log, []);
 });
 
-test("a rollback that fails says so, and has the first error as its cause", async (t) => {
-  const { log, sandbox } = await logged(t, { rollback: (exchange) => exchange.refuse(502, "guest_failed") });
+test("a checkpoint that cannot roll back keeps its branch, and names it beside the error of the body", async (t) => {
+  let busy = true;
+  const rollback = (exchange) => (busy ? exchange.refuse(409, "sandbox_busy") : exchange.answer(200, info));
+  const { log, sandbox } = await logged(t, { rollback });
   const boom = new Error("boom");
   const error = await sandbox.checkpoint(() => Promise.reject(boom), { tag: "c" }).catch((error) => error);
-  assert.deepEqual([error.code, error.cause], ["guest_failed", boom]);
-  assert.match(error.message, /rollback/);
-  assert.equal(log.at(-1), "DELETE c");
+  assert.ok(error instanceof forkd.CheckpointError);
+  assert.deepEqual([error.code, error.status, error.tag, error.cause], ["sandbox_busy", 409, "c", boom]);
+  assert.equal(error.rollbackError.code, "sandbox_busy");
+  for (const part of ["boom", "the text of sandbox_busy", 'sandbox.rollback("c")']) {
+    assert.ok(error.message.includes(part), error.message);
+  }
+  assert.deepEqual(log.splice(0), ["branch live false", "rollback c"]);
+  busy = false;
+  await sandbox.rollback();
+  assert.deepEqual(log, ["rollback c"]);
+});
+
+test("a rollback in the body of a checkpoint goes to its beginning, and one after it does not", async (t) => {
+  const { log, sandbox } = await logged(t);
+  await sandbox.checkpoint(() => sandbox.rollback(), { tag: "c" });
+  await sandbox.rollback();
+  assert.deepEqual(log, ["branch live false", "rollback c", "DELETE c", "rollback origin"]);
 });
 
 test("the branch of a checkpoint is removed also if other snapshots are built on it", async (t) => {

@@ -90,6 +90,44 @@ test("children that a fork made before it gave up end as soon as the daemon answ
   await eventually(() => ids().length === 1, "the children ended");
 });
 
+test("children of a fork whose daemon restarts in the middle end when it is back", async (t) => {
+  let asked = 0;
+  const { sandbox, ids, stop, restart } = await source(t, {
+    hold: () => {
+      if (++asked === 1) stop();
+    },
+  });
+  const forked = sandbox.fork(2);
+  await eventually(() => ids().length === 3, "the daemon forked");
+  // The call gives up, and so does the first try of its clean-up.
+  setTimeout(restart, 3000);
+  await assert.rejects(forked, forkd.DaemonUnreachableError);
+  await eventually(() => ids().length === 1, "the children ended");
+  assert.equal(asked, 2);
+});
+
+test("children of a fork whose daemon is busy after a broken connection end", async (t) => {
+  let asked = 0;
+  const { sandbox, ids } = await source(t, {
+    hold: (exchange) => {
+      if (++asked === 1) return exchange.reset();
+      // All tries of the call, and a few of its clean-up.
+      if (asked < 7) exchange.refuse(503, "shutting_down");
+    },
+  });
+  await assert.rejects(sandbox.fork(2), { code: "shutting_down" });
+  await eventually(() => ids().length === 1, "the children ended");
+});
+
+test("a fork that was never sent is not undone", async (t) => {
+  const { sandbox, ids, stop, restart, requests } = await source(t);
+  stop();
+  await assert.rejects(sandbox.fork(2), forkd.DaemonUnreachableError);
+  await restart();
+  await sleep(1000);
+  assert.deepEqual([ids().length, requests.length], [1, 0]);
+});
+
 test("a program that ends at a time-out leaves no child", async (t) => {
   const keys = [];
   const { url, ids } = await source(t, {
@@ -137,7 +175,13 @@ test("when some children do not start the others end, unless the caller wants th
   assert.deepEqual(ids(), ["sb0"]);
   const children = await sandbox.fork(3, { onError: "return" });
   assert.equal(children.length, 2);
+  assert.deepEqual(
+    children.errors.map(({ index, code }) => [index, code]),
+    [[1, "guest_failed"]],
+  );
   assert.equal(ids().length, 3);
+  const stuck = await source(t, { fail: (index) => (index === 1 ? "guest_failed" : undefined), keeps: () => true });
+  await assert.rejects(stuck.sandbox.fork(2), { name: "ForkError", message: /could not be ended/ });
 });
 
 test("attempts run in children of one fork, come in order, and leave no child", async (t) => {
@@ -168,6 +212,48 @@ test("attempts run in children of one fork, come in order, and leave no child", 
   const kept = await sandbox.tryEach([attempt(1, "x"), attempt(1, boom)], { keep: true });
   assert.deepEqual(ids(), ["sb0", ...kept.map(({ sandbox }) => sandbox.id)]);
   assert.deepEqual(await sandbox.tryEach([]), []);
+});
+
+test("a child that cannot be ended costs no outcome, and is reported", async (t) => {
+  const { sandbox } = await source(t, { keeps: (id) => id !== "sb1" });
+  const warnings = [];
+  t.mock.method(process, "emitWarning", (text, { code }) => warnings.push(`${code} ${text}`));
+  const boom = new Error("boom");
+  const attempts = ["x", boom, "y"].map((result) => async () => {
+    if (result instanceof Error) throw result;
+    return result;
+  });
+  const outcomes = await sandbox.tryEach(attempts);
+  assert.deepEqual(
+    outcomes.map(({ value, error, endError }) => [value, error, endError?.code]),
+    [
+      ["x", undefined, undefined],
+      [undefined, boom, "internal"],
+      ["y", undefined, "internal"],
+    ],
+  );
+  assert.equal((await sandbox.bestOf(2, async (_, { index }) => index, Number)).value, 1);
+  assert.equal((await sandbox.firstSuccess(attempts)).value, "x");
+  await assert.rejects(sandbox.firstSuccess([attempts[1]]), forkd.AllFailedError);
+  assert.equal(warnings.length, 4);
+  for (const [at, ids] of [["sb2", "sb3"], ["sb4", "sb5"]].entries()) {
+    assert.match(warnings[at], /^FORKD_CHILDREN_LEFT /);
+    for (const id of ids) assert.ok(warnings[at].includes(id), warnings[at]);
+  }
+});
+
+test("attempts that cannot run are an error before the fork", async (t) => {
+  const { sandbox, requests } = await source(t);
+  const attempt = () => assert.fail("it does not run");
+  for (const parallel of [0, -1, NaN]) {
+    await assert.rejects(sandbox.tryEach([attempt], { parallel }), forkd.InvalidRequestError);
+    await assert.rejects(sandbox.firstSuccess([attempt], { parallel }), forkd.InvalidRequestError);
+    await assert.rejects(sandbox.bestOf(1, attempt, Number, { parallel }), forkd.InvalidRequestError);
+  }
+  await assert.rejects(sandbox.firstSuccess([]), forkd.AllFailedError);
+  await assert.rejects(sandbox.bestOf(0, attempt, Number), forkd.AllFailedError);
+  assert.deepEqual(await sandbox.tryEach([]), []);
+  assert.equal(requests.length, 0);
 });
 
 test("attempts that are aborted reject at once, see the signal, and leave no child", async (t) => {

@@ -6,6 +6,7 @@ import { createServer } from "node:net";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
+import { inspect } from "node:util";
 
 import * as forkd from "@forkd/sdk";
 
@@ -64,9 +65,44 @@ test("the token is sent, and the environment has the defaults", async (t) => {
 });
 
 test("an address that is none is refused", () => {
-  for (const url of ["", "127.0.0.1:8889", "ftp://a", "nonsense"].slice(1)) {
-    assert.throws(() => new forkd.Client({ url }), forkd.InvalidRequestError);
+  for (const url of [
+    " ",
+    "127.0.0.1:8889",
+    "ftp://a",
+    "nonsense",
+    "http://",
+    "http://a:99999",
+    "http://a/?b",
+    "unix:",
+    "unix://run/forkd.sock",
+    "unix:///%zz",
+  ]) {
+    assert.throws(() => new forkd.Client({ url }), { name: "InvalidRequestError", message: /^FORKD_URL is ".*": / }, url);
   }
+  assert.throws(() => new forkd.Client({ cacert: "/no/such/file" }), { name: "InvalidRequestError", message: /cacert/ });
+});
+
+test("a token that cannot be sent is an error without it, and no error has the token", async (t) => {
+  const { client, url, requests } = await served(t, (exchange) => exchange.answer(200, {}));
+  const has = (error, secret) => inspect(error, { depth: 9, showHidden: true }).includes(secret);
+  for (const token of ["secret\n", "se\ncret", "secret ", "sécret", "secret\u2026", "\0secret"]) {
+    assert.throws(
+      () => client({ token }),
+      (error) => error instanceof forkd.InvalidRequestError && /forkd token print/.test(error.message) && !has(error, "cret"),
+      JSON.stringify(token),
+    );
+  }
+  for (const url of ["http://user:secret@a", "http://secret@a", "secret", "ftp://secret", "http://a?secret"]) {
+    assert.throws(
+      () => new forkd.Client({ url, token: "secret" }),
+      (error) => error instanceof forkd.InvalidRequestError && !has(error, "secret"),
+      url,
+    );
+  }
+  assert.ok(!has(client({ token: "secret" }), "secret"), "printing a client does not print its token");
+  assert.equal(requests.length, 0);
+  await new forkd.Client({ url: ` ${url}/\n`, token: "t" }).getTree();
+  assert.equal(requests[0].path, "/v1/tree");
 });
 
 test("a name that would lead to another route is refused before it is sent", async (t) => {
@@ -152,6 +188,17 @@ test("a create is repeated with the key of the first try, also while that is und
   assert.equal(keys.length, 4);
   assert.equal(new Set(keys).size, 1);
   assert.ok(keys[0].length > 20);
+});
+
+test("a rollback is repeated with the key of the first try", async (t) => {
+  const keys = [];
+  const { client } = await served(t, async (exchange) => {
+    await exchange.body();
+    keys.push(exchange.key);
+    return keys.length === 1 ? exchange.reset() : exchange.answer(200, { id: "sb1" });
+  });
+  await client().rollbackSandbox("sb1", { to: "a" });
+  assert.ok(keys.length === 2 && keys[0]?.length > 20 && keys[0] === keys[1], keys.join());
 });
 
 test("an answer that never comes, or stops in the middle, is a time-out", async (t) => {
@@ -275,6 +322,53 @@ test("events come as they are sent, with those that were missed, and end in an e
   );
   assert.deepEqual(seen, ["sandbox.running", 7]);
   assert.equal(requests[0].request.url, "/v1/events?since=0&kind=sandbox");
+});
+
+test("events that are none are a broken stream", async (t) => {
+  let data;
+  const { client } = await served(t, (exchange) => exchange.reply.end(data));
+  const read = async () => {
+    for await (const event of client().events()) assert.equal(event, "no event");
+  };
+  const long = `data: ${"a".repeat(600_000)}\n`;
+  for (data of ["data: {nonsense\n\n", "data: null\n\n", "event: lagged\ndata: 7\n\n", long + long, `${long}${"a".repeat(600_000)}`]) {
+    await rejects(read(), forkd.StreamBrokenError, "stream_broken");
+  }
+});
+
+test("a daemon that stalls in the middle of the events is a broken stream after a minute", async (t) => {
+  const { setTimeout } = globalThis;
+  t.mock.method(globalThis, "setTimeout", (work, ms, ...more) => setTimeout(work, ms === 60_000 ? 300 : ms, ...more));
+  const folder = await mkdtemp(join(tmpdir(), "forkd-"));
+  t.after(() => rm(folder, { recursive: true }));
+  for (const listen of [[0, "127.0.0.1"], [join(folder, "a.sock")]]) {
+    const handle = async (exchange) => {
+      exchange.reply.writeHead(200, { "content-type": "text/event-stream" });
+      exchange.reply.write(": keep-alive\n\n");
+    };
+    const { client } = await served(t, handle, { listen });
+    const next = client().events().next();
+    await rejects(next, forkd.StreamBrokenError, "stream_broken");
+    await assert.rejects(client().events().next(), { message: /silent for 60 s/ });
+  }
+});
+
+test("a console may be silent for longer than fetch waits", async (t) => {
+  const { client } = await served(t, async (exchange) => {
+    if (!exchange.path.endsWith("console")) return exchange.answer(200, { ok: true });
+    exchange.reply.write("one\n");
+    await sleep(3000);
+    exchange.reply.end("two\n");
+  });
+  // The first request makes the dispatcher of fetch, whose time-out is five minutes.
+  await client().health();
+  const slot = Symbol.for("undici.globalDispatcher.1");
+  const usual = globalThis[slot];
+  t.after(() => (globalThis[slot] = usual));
+  globalThis[slot] = new usual.constructor({ bodyTimeout: 500 });
+  let seen = "";
+  for await (const text of client({ timeoutSecs: 1 }).followConsole("sb1")) seen += text;
+  assert.equal(seen, "one\ntwo\n");
 });
 
 test("a wait for the daemon ends when one answers", async (t) => {

@@ -75,9 +75,19 @@ export async function serve(handle, { socket, upgrade, listen = [0, "127.0.0.1"]
     requests,
     connections,
     client: (options = {}) => new Client({ url, token: "t", timeoutSecs: 30, ...options }),
+    /** Refuses connections from now on, until `restart`. */
+    stop: () => {
+      server.close();
+      for (const connection of connections) connection.destroy();
+    },
+    restart: async () => {
+      server.listen(typeof address === "string" ? address : address.port, ...listen.slice(1));
+      await once(server, "listening");
+    },
     end: async () => {
       for (const connection of connections) connection.destroy();
       sockets.close();
+      if (!server.listening) return;
       server.close();
       await once(server, "close");
     },
@@ -91,8 +101,8 @@ export async function served(test, handle, options) {
   return server;
 }
 
-/** A daemon that creates sandboxes in a table, with idempotency keys. `hold` sees each creation before its answer. */
-export async function daemon(test, { hold = async () => {}, fail = () => undefined } = {}) {
+/** A daemon that creates sandboxes in a table, with idempotency keys. `hold` sees each creation before its answer. It does not end what `keeps`. */
+export async function daemon(test, { hold = async () => {}, fail = () => undefined, keeps = () => false } = {}) {
   const sandboxes = new Map();
   const answers = new Map();
   let count = 0;
@@ -119,7 +129,7 @@ export async function daemon(test, { hold = async () => {}, fail = () => undefin
       answers.set(exchange.key, { children, errors });
     }
     await hold(exchange, answers.size);
-    if (!exchange.reply.destroyed) exchange.answer(201, answers.get(exchange.key));
+    if (!exchange.reply.destroyed && !exchange.reply.headersSent) exchange.answer(201, answers.get(exchange.key));
   };
   const server = await served(test, async (exchange) => {
     const [, id, what] = /^\/v1\/sandboxes\/([^/]+)\/?(.*)$/.exec(exchange.path) ?? [];
@@ -127,6 +137,7 @@ export async function daemon(test, { hold = async () => {}, fail = () => undefin
     if (exchange.method === "POST" && what === "fork") return create(exchange, sandboxes.get(id)?.snapshot_tag);
     if (!sandboxes.has(id)) return exchange.refuse(404, "sandbox_not_found");
     if (exchange.method === "DELETE" && what === "") {
+      if (keeps(id)) return exchange.refuse(500, "internal");
       sandboxes.delete(id);
       return exchange.answer(204);
     }

@@ -67,10 +67,10 @@ test("a connection that breaks in the middle of a command is an error, also for 
 
 test("a close without an exit, and a message that is no event, are errors", async (t) => {
   let how = "close";
-  const { sandbox } = await sandboxOf(t, (socket) => (how === "close" ? socket.close() : socket.send("{nonsense")));
+  const { sandbox } = await sandboxOf(t, (socket) => (how === "close" ? socket.close() : socket.send(how)));
   await rejects(sandbox.commands.run("a", { onStdout() {} }), forkd.StreamBrokenError, "stream_broken");
-  how = "nonsense";
-  await rejects(sandbox.commands.run("a", { onStdout() {} }), forkd.StreamBrokenError, "stream_broken");
+  for (how of ["{nonsense", "null"])
+    await rejects(sandbox.commands.run("a", { onStdout() {} }), forkd.StreamBrokenError, "stream_broken");
 });
 
 test("a server that goes silent is a time-out: before the handshake, before the start, and after it", async (t) => {
@@ -211,6 +211,61 @@ test("a command whose output is not read waits, and none of it is lost", async (
   const result = await handle.wait();
   assert.equal(result.stdoutTruncated, true);
   assert.ok(result.stdout.length <= 16 * 1024 * 1024);
+});
+
+test("output after a piece that was too much is not kept, so that there is no hole", async (t) => {
+  const MiB = 1024 * 1024;
+  const { sandbox } = await sandboxOf(t, (socket) => {
+    send(socket, { event: "started", sandbox: "sb1", pid: 7 });
+    output(socket, 1, Buffer.alloc(15 * MiB, "a"));
+    output(socket, 1, Buffer.alloc(2 * MiB, "b"));
+    output(socket, 1, "c");
+    send(socket, { event: "exit", exit_code: 0 });
+  });
+  const { stdout, stdoutTruncated } = await sandbox.commands.run("a", { onStdout() {} });
+  assert.deepEqual([stdout.length, stdout.at(-1), stdoutTruncated], [15 * MiB, "a", true]);
+});
+
+test("a time-out is sent in whole seconds, one of 0 is an error, and null is none", async (t) => {
+  const bodies = [];
+  const play = (socket, body) => {
+    bodies.push(body);
+    send(socket, { event: "started", sandbox: "sb1", pid: 7 });
+    send(socket, { event: "exit", exit_code: 0 });
+  };
+  const handle = async (exchange) => {
+    bodies.push(await exchange.json());
+    exchange.answer(200, { exit_code: 0, stdout: "", stderr: "", children: [info("sb2")], errors: [] });
+  };
+  const { sandbox, client } = await sandboxOf(t, play, { handle });
+  const onStdout = () => {};
+  const calls = [
+    (timeoutSecs) => sandbox.commands.run("a", { timeoutSecs }),
+    (timeoutSecs) => sandbox.commands.run("a", { timeoutSecs, onStdout }),
+    (timeoutSecs) => sandbox.commands.run("a", { timeoutSecs, background: true }),
+    (timeoutSecs) => sandbox.eval("a", { timeoutSecs }),
+    (timeoutSecs) => sandbox.runCode("a", { timeoutSecs }),
+    (timeoutSecs) => sandbox.fork(1, { timeoutSecs }),
+    (timeoutSecs) => sandbox.setTimeout(timeoutSecs),
+    (timeoutSecs) => forkd.Sandbox.create("a", { timeoutSecs, client: client() }),
+  ];
+  for (const call of calls) {
+    await call(0.2);
+    await call(1.5);
+    assert.deepEqual(
+      bodies.splice(0).map(({ timeout_secs }) => timeout_secs),
+      [1, 2],
+      String(call),
+    );
+    for (const wrong of [0, -1, NaN, Infinity]) {
+      await assert.rejects(async () => call(wrong), { name: "InvalidRequestError", message: /timeoutSecs is/ });
+    }
+    assert.equal(bodies.length, 0);
+  }
+  await sandbox.update({ idleTimeoutSecs: 0.5 });
+  assert.deepEqual(bodies.splice(0), [{ idle_timeout_secs: 1 }]);
+  await sandbox.commands.run("a", { timeoutSecs: null });
+  assert.deepEqual(bodies, [{ args: ["sh", "-c", "a"] }]);
 });
 
 test("results of short commands are one request, and long ones are streams", async (t) => {

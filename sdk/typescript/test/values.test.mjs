@@ -218,6 +218,24 @@ test("the reference's Controller and Sandbox ask and answer as theirs", async (t
   assert.equal(requests.at(-1).method, "DELETE");
 });
 
+test("in E2B's shape a time of 0 is no limit", async (t) => {
+  const bodies = [];
+  const handle = async (exchange) => {
+    if (exchange.method === "POST") bodies.push(await exchange.json());
+    exchange.answer(200, { ...info, exit_code: 0, stdout: "", stderr: "" });
+  };
+  const socket = (open) =>
+    open.once("message", (text) => {
+      bodies.push(JSON.parse(text));
+      open.send(JSON.stringify({ event: "exit", exit_code: 0 }));
+    });
+  const { url } = await served(t, handle, { socket });
+  const sandbox = await E2b.connect("sb1", { apiUrl: url, apiKey: "k", requestTimeoutMs: 0 });
+  await sandbox.commands.run("x", { timeoutMs: 0 });
+  await sandbox.runCode("x", { timeoutMs: 0 });
+  assert.deepEqual(bodies, [{ args: ["sh", "-c", "x"] }, { code: "x", timeout_secs: 30 * 24 * 3600 }]);
+});
+
 test("E2B's shape: a template is a tag, times are milliseconds, and a status is an exception", async (t) => {
   let state = "paused";
   const { url, requests } = await served(t, async (exchange) => {

@@ -42,8 +42,6 @@ export interface CommandOptions {
 }
 
 const DEFAULT_TIMEOUT_MS = 60_000;
-/** No limit, as near as a number comes to it. */
-const NO_LIMIT_SECS = 365 * 24 * 3600;
 
 /** A command that runs. */
 export class CommandHandle {
@@ -88,7 +86,7 @@ export class Commands {
   run(command: string, options?: CommandOptions & { background?: false }): Promise<CommandResult>;
   async run(command: string, options: CommandOptions = {}): Promise<CommandResult | CommandHandle> {
     const { cwd, envs, user, onStdout, onStderr, timeoutMs = DEFAULT_TIMEOUT_MS } = options;
-    const timeoutSecs = timeoutMs === 0 ? NO_LIMIT_SECS : Math.max(1, Math.ceil(timeoutMs / 1000));
+    const timeoutSecs = timeoutMs === 0 ? null : timeoutMs / 1000;
     const common = { cwd, envs, user, onStdout, onStderr, timeoutSecs };
     if (!options.background) return resultOf(await converted(this.native.run(command, common)));
     const handle = await this.native.run(command, { ...common, background: true });

@@ -5,6 +5,7 @@ import { Client, type ClientOptions } from "../client.js";
 import { asyncDispose } from "../dispose.js";
 import { NotFoundError } from "../errors.js";
 import { Sandbox as Native } from "../sandbox.js";
+import { MAX_SECS } from "../seconds.js";
 import { Commands } from "./commands.js";
 import { executionOf, type Execution } from "./execution.js";
 import { Filesystem } from "./filesystem.js";
@@ -18,6 +19,7 @@ export interface ConnectOptions {
   apiKey?: string | undefined;
   /** The daemon's address; E2B_API_URL or FORKD_URL when absent. */
   apiUrl?: string | undefined;
+  /** Milliseconds until a request gives up: 60000 when absent, 0 for no limit. */
   requestTimeoutMs?: number | undefined;
 }
 
@@ -30,6 +32,7 @@ export interface SandboxOptions extends ConnectOptions {
 }
 
 export interface RunCodeOptions {
+  /** Milliseconds until the code is interrupted: 30000 when absent, 0 for the longest time that the daemon allows. */
   timeoutMs?: number | undefined;
   onStdout?: ((text: string) => void) | undefined;
 }
@@ -133,7 +136,7 @@ export class Sandbox {
 
   /** Runs Python in the warmed interpreter. An exception of the code is in `error`. */
   async runCode(code: string, { timeoutMs, onStdout }: RunCodeOptions = {}): Promise<Execution> {
-    const secs = timeoutMs === undefined ? {} : { timeoutSecs: secsOf(timeoutMs) };
+    const secs = timeoutMs === undefined ? {} : { timeoutSecs: timeoutMs === 0 ? MAX_SECS : timeoutMs / 1000 };
     return executionOf(await this.#native.runCode(code, { ...secs, ...(onStdout === undefined ? {} : { onStdout }) }));
   }
 
@@ -151,7 +154,7 @@ function clientOf({ apiKey, apiUrl, requestTimeoutMs }: ConnectOptions): Client 
   const options: ClientOptions = {
     url: apiUrl ?? (process.env["E2B_API_URL"] || undefined),
     token: key?.replace(/^e2b_/, "") || undefined,
-    timeoutSecs: requestTimeoutMs === undefined ? undefined : requestTimeoutMs / 1000,
+    timeoutSecs: requestTimeoutMs === undefined ? undefined : requestTimeoutMs === 0 ? MAX_SECS : requestTimeoutMs / 1000,
   };
   return new Client(options);
 }
