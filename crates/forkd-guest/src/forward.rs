@@ -6,7 +6,8 @@
 //! needs no network, and needs to listen on loopback only.
 //!
 //! Clients of most ports need no token, and may hold their connections for ever. So some of the connections are for
-//! the code interpreter alone.
+//! the code interpreter alone. The agent's own JSON-lines port is never forwarded: that service trusts processes of
+//! root on loopback, and the agent is one.
 //!
 //! [`FORWARD_PORT`]: forkd_protocol::agent::FORWARD_PORT
 
@@ -45,9 +46,10 @@ const PEER_TICK: Duration = Duration::from_secs(2);
 /// Bytes buffered for each direction.
 const BUFFER: usize = 64 << 10;
 
-/// Serves all connections that reach `listener`. Returns when the listener itself is broken.
-pub(crate) fn serve(listener: &OwnedFd) -> io::Error {
-    let forwarder = Forwarder::default();
+/// Serves all connections that reach `listener`. `line_port` is the port of the agent's own JSON-lines service, if it
+/// runs. Returns when the listener itself is broken.
+pub(crate) fn serve(listener: &OwnedFd, line_port: Option<u16>) -> io::Error {
+    let forwarder = Forwarder { line_port, others: Arc::default() };
     let serve = Box::new(move |host| forwarder.forward(host));
     accept_all(listener, Service { name: "forward", max: MAX_CONNECTIONS + CODE_RESERVE, turn_away, serve })
 }
@@ -58,8 +60,8 @@ fn turn_away(mut host: Socket) {
 }
 
 /// What all connections share.
-#[derive(Default)]
 struct Forwarder {
+    line_port: Option<u16>,
     /// The number of connections to other ports than the code interpreter's.
     others: Arc<AtomicUsize>,
 }
@@ -86,6 +88,10 @@ impl Forwarder {
 
     /// The place of a connection to `port`; the code interpreter's port has places of its own.
     fn admit(&self, port: u16) -> io::Result<Option<Slot>> {
+        if self.line_port == Some(port) {
+            let text = "this port is the agent's own, and is not forwarded";
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+        }
         if port == CODE_PORT {
             return Ok(None);
         }
@@ -218,11 +224,14 @@ mod tests {
 
     use super::*;
 
+    /// The port of the JSON-lines service.
+    const LINES: u16 = 1;
+
     /// The host's end of a new connection.
     fn dial(request: &[u8]) -> UnixStream {
         let (mut host, agent) = UnixStream::pair().unwrap();
         host.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        let forwarder = Forwarder::default();
+        let forwarder = Forwarder { line_port: Some(LINES), others: Arc::default() };
         thread::spawn(move || forwarder.forward(agent.into()));
         host.write_all(request).unwrap();
         host
@@ -300,12 +309,18 @@ mod tests {
 
     #[test]
     fn clients_of_other_ports_leave_places_for_the_code_interpreter() {
-        let forwarder = Forwarder::default();
+        let forwarder = Forwarder { line_port: None, others: Arc::default() };
         let held: Vec<_> = (0..MAX_CONNECTIONS).map(|_| forwarder.admit(8000).unwrap()).collect();
         let refused = forwarder.admit(8001).err().unwrap();
         assert_eq!(refused.to_string(), TOO_MANY);
         forwarder.admit(CODE_PORT).unwrap();
         drop(held);
         forwarder.admit(8001).unwrap();
+    }
+
+    #[test]
+    fn the_agents_own_port_is_not_forwarded() {
+        let answer = line(&mut dial(format!("{LINES}\n").as_bytes()));
+        assert!(answer.starts_with("NO ") && answer.contains("the agent's own"), "{answer}");
     }
 }
