@@ -213,10 +213,10 @@ async def raw(sandbox):
     assert gzip.decompress(body) == b"packed" * 1000
     assert (await sandbox.files.get_info("packed")).metadata.get("kind") == "test"
 
-    # A server in the guest, on loopback only.
-    await sandbox.commands.run("python3 -m http.server 8000 --bind 127.0.0.1 -d many", background=True)
+    # A server in the guest, on loopback only: on the port of Jupyter, which nothing else has taken.
+    await sandbox.commands.run("python3 -m http.server 8888 --bind 127.0.0.1 -d many", background=True)
     for _ in range(100):
-        status, _, body = ask("/2", **{"E2b-Sandbox-Port": "8000"})
+        status, _, body = ask("/2", **{"E2b-Sandbox-Port": "8888"})
         if status == 200:
             break
         await asyncio.sleep(0.2)
