@@ -45,8 +45,6 @@ use crate::workspace::{WorkspaceRecord, Workspaces};
 const ENVD_VERSION: &str = "0.6.13";
 /// The port of E2B's agent.
 const ENVD_PORT: u16 = 49983;
-/// The port of E2B's code interpreter.
-const CODE_PORT: u16 = 49999;
 
 /// The parts of the daemon that this API uses.
 #[derive(Debug, Clone)]

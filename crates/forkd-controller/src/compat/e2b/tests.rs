@@ -1,5 +1,7 @@
 //! The E2B API over real routes, with a fake guest.
 
+mod access;
+
 use std::sync::Arc;
 
 use axum::http::Method;

@@ -11,7 +11,7 @@ use axum::extract::Request;
 use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
-use forkd_protocol::agent::{DEFAULT_USER_HEADER, TOKEN_HEADER};
+use forkd_protocol::agent::{CODE_PORT, DEFAULT_USER_HEADER, TOKEN_HEADER};
 use forkd_protocol::connect;
 use futures_util::StreamExt;
 use http_body_util::BodyExt;
@@ -24,10 +24,11 @@ use crate::agent;
 use crate::auth::principal::{Principal, Scope};
 use crate::compat::e2b::signature::Signed;
 use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
-use crate::compat::e2b::{CODE_PORT, E2bContext, ENVD_PORT, Found};
+use crate::compat::e2b::{E2bContext, ENVD_PORT, Found};
 use crate::error::{Code, Error};
 use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
+use crate::sandbox::forwards::MAX_FORWARDS;
 use crate::telemetry::audit::AuditTarget;
 use crate::util::task::{self, Task};
 use crate::util::time::now_unix;
@@ -278,7 +279,12 @@ async fn forward_to(
         let text = format!("E2B's agent has no {}", request.uri().path());
         return Err(refuse(StatusCode::NOT_FOUND, &sandbox.id, text));
     }
-    let in_use = sandbox.in_use();
+    let Some(place) = sandbox.forwards.enter(matches!(port, ENVD_PORT | CODE_PORT)) else {
+        let text =
+            format!("{MAX_FORWARDS} requests to the sandbox are under way; try again when some are done");
+        return Err(refuse(StatusCode::SERVICE_UNAVAILABLE, &sandbox.id, text));
+    };
+    let in_use = (sandbox.in_use(), place);
     let upgrade = request.headers().get(header::UPGRADE).cloned();
     let client = upgrade.as_ref().map(|_| hyper::upgrade::on(&mut request));
     let (mut parts, body) = request.into_parts();
