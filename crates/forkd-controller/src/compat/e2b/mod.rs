@@ -6,12 +6,13 @@
 //!   the daemon's own API. `sandboxes`, `snapshots` and `metrics` have their handlers, `types` their bodies, and
 //!   `error` the bodies of errors.
 //! - *Sandbox requests* carry the sandbox's id and a port, in headers or in the host name, and the sandbox's own
-//!   tokens. [`traffic`] sends them into the guest: the port of E2B's agent to the guest's agent, which speaks the
-//!   same protocol, and any other port to that TCP port of the guest.
+//!   tokens, which `access` checks. [`traffic`] sends them into the guest: the port of E2B's agent to the guest's
+//!   agent, which speaks the same protocol, and any other port to that TCP port of the guest.
 //!
 //! A sandbox of this API is a sandbox of this daemon with an [`E2bState`](crate::sandbox::e2b::E2bState). A paused one
 //! is a suspended workspace that is called like the sandbox (`workspace::e2b`). docs/E2B.md is for users.
 
+pub(crate) mod access;
 pub(crate) mod error;
 mod extract;
 mod fork;

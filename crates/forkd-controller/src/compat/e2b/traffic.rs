@@ -2,7 +2,7 @@
 //!
 //! `target` finds the sandbox and the port of a request. The agent's port needs the sandbox's
 //! access token, the code interpreter's port that or the traffic token, and any other port the traffic token if the
-//! sandbox's ports are not public. A request to a paused sandbox resumes it, if its client wanted that.
+//! sandbox's ports are not public (`access`). A request to a paused sandbox resumes it, if its client wanted that.
 
 use std::sync::Arc;
 
@@ -10,18 +10,20 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use axum::http::{Method, StatusCode};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use forkd_protocol::agent::{CODE_PORT, DEFAULT_USER_HEADER, TOKEN_HEADER};
 use forkd_protocol::connect;
 use futures_util::StreamExt;
 use http_body_util::BodyExt;
 use hyper_util::rt::TokioIo;
-use serde_json::json;
 use subtle::ConstantTimeEq;
 use tokio_util::sync::CancellationToken;
 
 use crate::agent;
 use crate::auth::principal::{Principal, Scope};
+use crate::compat::e2b::access::{
+    Guessed, check_token, has_access, is_health, not_running, refuse, unauthenticated, unsigned,
+};
 use crate::compat::e2b::signature::Signed;
 use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
 use crate::compat::e2b::{E2bContext, ENVD_PORT, Found};
@@ -31,7 +33,6 @@ use crate::sandbox::e2b::E2bState;
 use crate::sandbox::forwards::MAX_FORWARDS;
 use crate::telemetry::audit::AuditTarget;
 use crate::util::task::{self, Task};
-use crate::util::time::now_unix;
 
 /// The user that a request acts as when it names none.
 const USER: &str = "user";
@@ -52,43 +53,12 @@ const NOT_FORWARDED: [&str; 9] = [
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answered;
 
-/// A response that clients of E2B's proxy parse.
-fn refuse(status: StatusCode, id: &str, message: impl Into<String>) -> Response {
-    let body = json!({ "sandboxId": id, "message": message.into(), "code": status.as_u16() });
-    (status, axum::Json(body)).into_response()
-}
-
-fn not_running(id: &str) -> Response {
-    refuse(StatusCode::BAD_GATEWAY, id, "The sandbox was not found")
-}
-
-/// A request without a good token, in the shape of the protocol that the path belongs to.
-fn unauthenticated(path: &str, id: &str, message: &str) -> Response {
-    match path.contains(".") {
-        true => {
-            let body = json!({ "code": "unauthenticated", "message": message });
-            (StatusCode::UNAUTHORIZED, axum::Json(body)).into_response()
-        }
-        false => refuse(StatusCode::UNAUTHORIZED, id, message),
-    }
-}
-
-fn equal(given: Option<&HeaderValue>, secret: &str) -> bool {
-    given.is_some_and(|given| given.as_bytes().ct_eq(secret.as_bytes()).into())
-}
-
 impl E2bContext {
     /// Answers a sandbox request. The second value is whether it had a wrong token.
     pub(crate) async fn forward(&self, target: Target, request: Request) -> (Response, bool) {
-        let forwarded = self.attempt(&target, request).await;
-        let (mut response, guessed) = match forwarded {
-            Ok(response) => (response, false),
-            Err(response) => {
-                let guessed = response.status() == StatusCode::UNAUTHORIZED;
-                (response, guessed)
-            }
-        };
+        let mut response = self.attempt(&target, request).await.unwrap_or_else(|refused| refused);
         response.extensions_mut().insert(Answered);
+        let guessed = response.extensions().get::<Guessed>().is_some();
         (response, guessed)
     }
 
@@ -107,8 +77,7 @@ impl E2bContext {
             Named::Token(token) => {
                 let is_its = |state: &E2bState| state.access_token.as_bytes().ct_eq(token.as_bytes()).into();
                 // Clients ask so whether their sandbox runs.
-                let is_health = request.uri().path() == "/health";
-                self.with_state(is_its).ok_or_else(|| match is_health {
+                self.with_state(is_its).ok_or_else(|| match is_health(target.port, &request) {
                     true => not_running(""),
                     false => unauthenticated(
                         request.uri().path(),
@@ -120,9 +89,7 @@ impl E2bContext {
             Named::Signature(signed) => {
                 let is_by = signed.by_token();
                 let signer = self.with_state(|state| is_by(&state.access_token));
-                signer.ok_or_else(|| {
-                    refuse(StatusCode::UNAUTHORIZED, "", "the signature is of no sandbox that runs here")
-                })?
+                signer.ok_or_else(|| unsigned("", "the signature is of no sandbox that runs here"))?
             }
         };
         let (id, owner, state) = match &found {
@@ -131,7 +98,7 @@ impl E2bContext {
         };
         check_token(target.port, &request, signed.as_ref(), &id, state)?;
         if let Some(signed) = &signed
-            && !equal(request.headers().get(TOKEN_HEADER), &state.access_token)
+            && !has_access(request.headers(), state)
             && let Ok(uri) = format!("/files?{}", signed.query()).parse()
         {
             *request.uri_mut() = uri;
@@ -216,43 +183,6 @@ fn unavailable(id: &str, error: &Error) -> Response {
             refuse(StatusCode::SERVICE_UNAVAILABLE, id, error.public())
         }
         _ => refuse(StatusCode::BAD_GATEWAY, id, error.public()),
-    }
-}
-
-#[allow(clippy::result_large_err)]
-fn check_token(
-    port: u16,
-    request: &Request,
-    signed: Option<&Signed>,
-    id: &str,
-    state: &E2bState,
-) -> Result<(), Response> {
-    let (headers, path) = (request.headers(), request.uri().path());
-    let has_access = || equal(headers.get(TOKEN_HEADER), &state.access_token);
-    let has_traffic = || equal(headers.get(TRAFFIC_TOKEN), &state.traffic_token);
-    match port {
-        0 => Err(refuse(StatusCode::BAD_REQUEST, id, "E2b-Sandbox-Port must be a port, 1 to 65535")),
-        ENVD_PORT if path == "/health" && request.method() == Method::GET => Ok(()),
-        ENVD_PORT => match signed {
-            _ if has_access() => Ok(()),
-            Some(signed) if signed.has_expired(now_unix()) => {
-                Err(refuse(StatusCode::UNAUTHORIZED, id, "the signature has expired; sign the address again"))
-            }
-            Some(signed) if signed.is_by(&state.access_token) => Ok(()),
-            Some(_) => Err(refuse(StatusCode::UNAUTHORIZED, id, "the signature is wrong")),
-            None => {
-                let text =
-                    "the access token is missing or wrong; connect to the sandbox with the API key to get it";
-                Err(unauthenticated(path, id, text))
-            }
-        },
-        // It runs code: never public.
-        CODE_PORT if !has_access() && !has_traffic() => {
-            Err(refuse(StatusCode::FORBIDDEN, id, "the token for the code interpreter is missing or wrong"))
-        }
-        CODE_PORT => Ok(()),
-        _ if state.public_traffic || has_traffic() => Ok(()),
-        _ => Err(refuse(StatusCode::FORBIDDEN, id, "the traffic access token is missing or wrong")),
     }
 }
 
@@ -419,40 +349,5 @@ mod tests {
         }
         strip(&mut headers);
         assert_eq!(headers.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["authorization"]);
-    }
-
-    #[test]
-    fn each_port_needs_its_token() {
-        let state = E2bState {
-            access_token: "access".into(),
-            traffic_token: "traffic".into(),
-            public_traffic: true,
-            ..E2bState::default()
-        };
-        let closed = E2bState { public_traffic: false, ..state.clone() };
-        let ask = |state: &E2bState, port: u16, path: &str, headers: &[(&'static str, &'static str)]| {
-            let mut request = axum::http::Request::builder().uri(path);
-            for (name, value) in headers {
-                request = request.header(*name, *value);
-            }
-            let request = request.body(Body::empty()).unwrap();
-            let refused = check_token(port, &request, None, "sb1", state).err();
-            refused.map_or(200, |response| response.status().as_u16())
-        };
-        let (access, traffic) = ([("x-access-token", "access")], [("e2b-traffic-access-token", "traffic")]);
-        assert_eq!(ask(&state, ENVD_PORT, "/health", &[]), 200);
-        for path in ["/files?path=a", "/process.Process/List"] {
-            assert_eq!(ask(&state, ENVD_PORT, path, &[]), 401);
-            assert_eq!(ask(&state, ENVD_PORT, path, &traffic), 401);
-            assert_eq!(ask(&state, ENVD_PORT, path, &[("x-access-token", "accesses")]), 401);
-            assert_eq!(ask(&state, ENVD_PORT, path, &access), 200);
-        }
-        assert_eq!(ask(&state, CODE_PORT, "/execute", &[]), 403);
-        assert_eq!(ask(&state, CODE_PORT, "/execute", &traffic), 200);
-        assert_eq!(ask(&state, CODE_PORT, "/execute", &access), 200);
-        assert_eq!(ask(&state, 8000, "/", &[]), 200);
-        assert_eq!(ask(&closed, 8000, "/", &[]), 403);
-        assert_eq!(ask(&closed, 8000, "/", &traffic), 200);
-        assert_eq!(ask(&state, 0, "/", &access), 400);
     }
 }

@@ -1,14 +1,52 @@
 //! Who gets into a sandbox, and what the others are told.
 
+use axum::Router;
+use axum::body::Body;
+use axum::http::{Request, StatusCode};
 use http_body_util::BodyExt;
+use tower::ServiceExt;
 
 use super::*;
+use crate::api;
+use crate::api::middleware::authenticate::Authenticator;
+use crate::auth::rate_limit::Rates;
 use crate::sandbox::forwards::MAX_FORWARDS;
 
 const HELLO: &str = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi";
 
 fn to_port(port: u16) -> String {
     format!("E2b-Sandbox-Id: {ID}\r\nE2b-Sandbox-Port: {port}\r\n")
+}
+
+fn change(daemon: &FakeDaemon, change: impl FnOnce(&mut E2bState)) {
+    daemon.sandbox.update_runtime(|runtime| change(runtime.saved.e2b.as_mut().unwrap()));
+}
+
+/// The daemon's API for clients over TCP.
+fn over_tcp(daemon: &FakeDaemon) -> Router {
+    let gate = Authenticator {
+        tokens: daemon.app.tokens.clone(),
+        rates: Arc::new(Rates::new(0)),
+        failures: Arc::default(),
+        remote: false,
+        insecure: false,
+    };
+    api::for_tcp(daemon.app.clone(), gate)
+}
+
+async fn send(api: &Router, line: &str, headers: &[(&str, &str)]) -> (StatusCode, Value) {
+    let (method, uri) = line.split_once(' ').unwrap();
+    let mut request = Request::builder().method(method).uri(uri);
+    if !headers.iter().any(|(name, _)| *name == "host") {
+        request = request.header("host", "localhost");
+    }
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let answer = api.clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap();
+    let status = answer.status();
+    let body = answer.into_body().collect().await.unwrap().to_bytes();
+    (status, serde_json::from_slice(&body).unwrap_or(Value::Null))
 }
 
 #[tokio::test]
@@ -26,4 +64,31 @@ async fn clients_of_a_public_port_leave_places_for_the_code_interpreter_and_the_
     // The request's place is free once its response has been read.
     let all = || (0..MAX_FORWARDS).map(|_| daemon.sandbox.forwards.enter(false)).all(|it| it.is_some());
     eventually("the place of the request", all).await;
+}
+
+#[tokio::test]
+async fn a_wrong_token_counts_as_a_failed_login_on_every_port_and_a_missing_one_does_not() {
+    let daemon = daemon().await;
+    change(&daemon, |state| state.public_traffic = false);
+    let api = over_tcp(&daemon);
+    let counted = || daemon.app.registry.host.telemetry.metrics.auth_failures.get();
+    for port in ["49999", "8000"] {
+        for _ in 0..30 {
+            let named = [("e2b-sandbox-id", ID), ("e2b-sandbox-port", port)];
+            assert_eq!(send(&api, "GET /", &named).await.0, 403);
+        }
+    }
+    assert_eq!(counted(), 0);
+    let mut statuses = Vec::new();
+    for turn in 0..30 {
+        let (port, name) = match turn % 2 {
+            0 => ("49999", "x-access-token"),
+            _ => ("8000", "e2b-traffic-access-token"),
+        };
+        let shown = [("e2b-sandbox-id", ID), ("e2b-sandbox-port", port), (name, "wrong")];
+        let (status, _) = send(&api, "GET /", &shown).await;
+        statuses.push(status.as_u16());
+    }
+    assert_eq!((statuses[0], statuses[29]), (403, 429), "{statuses:?}");
+    assert_eq!(counted(), 30);
 }
