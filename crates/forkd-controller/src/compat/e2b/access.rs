@@ -10,7 +10,9 @@ use subtle::ConstantTimeEq;
 
 use crate::compat::e2b::ENVD_PORT;
 use crate::compat::e2b::signature::Signed;
-use crate::compat::e2b::target::TRAFFIC_TOKEN;
+use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
+use crate::compat::e2b::traffic::Answered;
+use crate::error::Error;
 use crate::sandbox::e2b::E2bState;
 use crate::util::time::now_unix;
 
@@ -26,6 +28,18 @@ pub(super) fn refuse(status: StatusCode, id: &str, message: impl Into<String>) -
 
 pub(super) fn not_running(id: &str) -> Response {
     refuse(StatusCode::BAD_GATEWAY, id, "The sandbox was not found")
+}
+
+/// The response to a sandbox request that the daemon refuses before it looks for the sandbox.
+pub(crate) fn turn_away(target: &Target, error: &Error) -> Response {
+    let id = match &target.sandbox {
+        Named::Id(id) => id,
+        Named::Signature(_) | Named::Token(_) => "",
+    };
+    let status = StatusCode::from_u16(error.code().status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut response = refuse(status, id, error.public());
+    response.extensions_mut().insert(Answered);
+    response
 }
 
 fn guessed(mut response: Response) -> Response {

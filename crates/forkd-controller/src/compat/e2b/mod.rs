@@ -76,7 +76,12 @@ const PREFIXES: [&str; 14] = [
     "/events/sandboxes",
 ];
 
-/// Whether the path is one of the control API: errors have the bodies of that API.
+/// Whether errors of requests with this path have the bodies of the E2B API.
+pub(crate) fn has_errors(path: &str) -> bool {
+    has_path(path) || traffic::is_envd(path)
+}
+
+/// Whether the path is one of the control API.
 pub(crate) fn has_path(path: &str) -> bool {
     let under = |prefix: &&str| {
         path.strip_prefix(*prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))

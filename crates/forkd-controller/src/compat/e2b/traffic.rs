@@ -187,7 +187,7 @@ fn unavailable(id: &str, error: &Error) -> Response {
 }
 
 /// Whether E2B's agent has the path. The guest's agent has more: calls that only the daemon may send.
-fn is_envd(path: &str) -> bool {
+pub(super) fn is_envd(path: &str) -> bool {
     matches!(path, "/health" | "/files")
         || path.starts_with("/process.Process/")
         || path.starts_with("/filesystem.Filesystem/")

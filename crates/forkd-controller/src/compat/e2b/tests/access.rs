@@ -86,9 +86,29 @@ async fn a_wrong_token_counts_as_a_failed_login_on_every_port_and_a_missing_one_
             _ => ("8000", "e2b-traffic-access-token"),
         };
         let shown = [("e2b-sandbox-id", ID), ("e2b-sandbox-port", port), (name, "wrong")];
-        let (status, _) = send(&api, "GET /", &shown).await;
+        let (status, body) = send(&api, "GET /", &shown).await;
+        assert_eq!((&body["code"], &body["sandboxId"]), (&json!(status.as_u16()), &json!(ID)), "{body}");
         statuses.push(status.as_u16());
     }
     assert_eq!((statuses[0], statuses[29]), (403, 429), "{statuses:?}");
     assert_eq!(counted(), 30);
+}
+
+#[tokio::test]
+async fn a_sandbox_request_that_is_refused_at_the_door_gets_a_body_that_its_client_parses() {
+    let daemon = daemon().await;
+    let api = over_tcp(&daemon);
+    let named = [("e2b-sandbox-id", ID), ("e2b-sandbox-port", "8000")];
+    for line in ["GET /", "POST /process.Process/List"] {
+        let (status, body) = send(&api, line, &[named[0], named[1], ("host", "evil.example")]).await;
+        let wanted = (&json!(ID), &json!(403));
+        assert_eq!((status.as_u16(), (&body["sandboxId"], &body["code"])), (403, wanted), "{line}: {body}");
+        assert!(body["message"].as_str().unwrap().contains("Host header"), "{body}");
+    }
+    // Of no sandbox that could be named.
+    for line in ["GET /files?path=/a", "POST /process.Process/List"] {
+        let (status, body) = send(&api, line, &[]).await;
+        assert_eq!((status.as_u16(), &body["code"]), (401, &json!(401)), "{line}: {body}");
+        assert!(body["message"].is_string(), "{line}: {body}");
+    }
 }
