@@ -103,9 +103,11 @@ impl E2bContext {
         {
             *request.uri_mut() = uri;
         }
+        // Any client that knows the id may ask for a sandbox's health. That alone must not start it.
+        let wakes = !is_health(target.port, &request) || has_access(request.headers(), state);
         let who = Principal { name: format!("e2b:{id}"), owner, scope: Scope::Write, ..Principal::local() };
         let forwarded = async {
-            let sandbox = self.awake(found).await?;
+            let sandbox = self.awake(found, wakes).await?;
             forward_to(&sandbox, target.port, request, &self.stopping).await
         };
         let answered = forwarded.await;
@@ -136,13 +138,13 @@ impl E2bContext {
         self.workspaces.find_paused(fits).map(|(record, state)| Found::Paused(Box::new(record), state))
     }
 
-    /// The sandbox of a request, resumed if it is paused and its client wanted that.
+    /// The sandbox of a request, resumed if it is paused, its client wanted that, and the request is one that `wakes`.
     #[allow(clippy::result_large_err)]
-    async fn awake(&self, found: Found) -> Result<Arc<Sandbox>, Response> {
+    async fn awake(&self, found: Found, wakes: bool) -> Result<Arc<Sandbox>, Response> {
         let sandbox = match found {
             // It is being paused: then a request resumes it, if its client wanted that.
             Found::Running(sandbox, state)
-                if state.auto_resume && sandbox.check_not_suspending().is_err() =>
+                if state.auto_resume && wakes && sandbox.check_not_suspending().is_err() =>
             {
                 let id = sandbox.id.clone();
                 self.wake(&id, None, &self.owner(&sandbox.spec.owner))
@@ -151,7 +153,9 @@ impl E2bContext {
                     .1
             }
             Found::Running(sandbox, _) => sandbox,
-            Found::Paused(record, state) if !state.auto_resume => return Err(not_running(&record.name)),
+            Found::Paused(record, state) if !(state.auto_resume && wakes) => {
+                return Err(not_running(&record.name));
+            }
             Found::Paused(record, _) => {
                 let woken = self.wake(&record.name, None, &self.owner(&record.owner)).await;
                 woken

@@ -112,3 +112,27 @@ async fn a_sandbox_request_that_is_refused_at_the_door_gets_a_body_that_its_clie
         assert!(body["message"].is_string(), "{line}: {body}");
     }
 }
+
+/// A paused sandbox wakes at any request, if its client wanted that. Health needs no token: with none it does not count.
+#[tokio::test]
+async fn asking_for_the_health_of_a_paused_sandbox_wakes_it_only_with_its_token() {
+    let daemon = daemon().await;
+    change(&daemon, |state| state.auto_resume = true);
+    let paused = "sb0123456789abcdef";
+    let state = daemon.sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()).unwrap();
+    // No snapshot has that tag, so the wake itself fails.
+    daemon.app.workspaces.enter_paused(paused, "paused", *state);
+    let ask = async |token: &str| {
+        let headers = headers(token).replace(ID, paused);
+        let (status, _, body) = daemon.ask("GET /health", &headers, b"").await;
+        (status, parsed(&body)["message"].as_str().unwrap().to_owned())
+    };
+    for stranger in ["", "wrong"] {
+        assert_eq!(ask(stranger).await, (502, "The sandbox was not found".into()), "{stranger}");
+    }
+    let (status, message) = ask("access").await;
+    assert!(status == 502 && !message.contains("was not found"), "the daemon tried: {message}");
+    // Any port without a token does, as with E2B.
+    let (_, _, body) = daemon.ask("GET /", &to_port(8000).replace(ID, paused), b"").await;
+    assert!(!parsed(&body)["message"].as_str().unwrap().contains("was not found"));
+}
