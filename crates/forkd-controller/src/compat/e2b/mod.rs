@@ -35,9 +35,9 @@ use tokio_util::sync::CancellationToken;
 use crate::auth::principal::{Principal, Scope};
 use crate::auth::tokens::Tokens;
 use crate::error::{Code, Error, Result};
-use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::registry::Registry;
+use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::task::{self, Task};
 use crate::workspace::{WorkspaceRecord, Workspaces};
@@ -172,7 +172,7 @@ impl E2bContext {
     fn find(&self, id: &str) -> Result<Found> {
         if let Ok(sandbox) = self.registry.get(id) {
             let state = sandbox.read_runtime(|runtime| runtime.saved.e2b.clone());
-            let ended = matches!(sandbox.phase(), crate::sandbox::Phase::Ended(_));
+            let ended = matches!(sandbox.phase(), Phase::Ended(_));
             if let (Some(state), false) = (state, ended) {
                 return Ok(Found::Running(sandbox, state));
             }
@@ -210,6 +210,20 @@ impl E2bContext {
         let quota = self.tokens.quota_of(owner);
         Principal { owner: owner.to_owned(), quota, scope: Scope::Write, ..Principal::local() }
     }
+}
+
+/// Whether a client of the daemon's own API, or an idle time-out, paused the sandbox: it is in memory, and stands still.
+fn is_held(sandbox: &Sandbox) -> bool {
+    matches!(sandbox.phase(), Phase::Paused)
+        && !sandbox.waits_for_room()
+        && sandbox.check_not_suspending().is_ok()
+}
+
+/// Resumes a sandbox that is held.
+async fn go_on(sandbox: &Sandbox) -> Result<()> {
+    let _turn = sandbox.lock_exclusive().await?;
+    sandbox.check_not_suspending()?;
+    if is_held(sandbox) { sandbox.go_on().await } else { Ok(()) }
 }
 
 fn not_found(id: &str) -> Error {

@@ -15,7 +15,7 @@ use crate::compat::e2b::types::{
     Connect, Connected, Detail, Lifecycle, Listed, NewSandbox, Pause, Refresh, SetTimeout, Size,
     check_timeout,
 };
-use crate::compat::e2b::{E2bContext, Found, names, not_found};
+use crate::compat::e2b::{E2bContext, Found, go_on, is_held, names, not_found};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
 use crate::sandbox::cold_boot::start_children;
@@ -129,11 +129,15 @@ impl E2bContext {
                 Ok((resumed, sandbox))
             }
             Found::Running(sandbox, _) => {
+                let held = is_held(&sandbox);
                 // A lifetime never gets shorter by a connect.
                 if let Some(secs) = timeout {
                     extend(&sandbox, secs)?;
                 }
-                Ok((false, sandbox))
+                if held {
+                    go_on(&sandbox).await?;
+                }
+                Ok((held, sandbox))
             }
             Found::Paused(record, _) => self.wake(&record.name, timeout, who).await,
         }
@@ -189,7 +193,9 @@ pub(super) async fn resume(
     Path(id): Path<String>,
     Body(request): Body<Connect>,
 ) -> Result<Response> {
-    if let Found::Running(..) = e2b.find_for(&id, &who)? {
+    if let Found::Running(sandbox, _) = e2b.find_for(&id, &who)?
+        && !is_held(&sandbox)
+    {
         return Err(Error::new(Code::SandboxBusy, format!("sandbox {id} is running already")));
     }
     connect(State(e2b), Extension(who), Path(id), Body(request)).await
@@ -306,7 +312,7 @@ fn listed(e2b: &E2bContext, found: &Found) -> Listed {
             let plain = Size { vcpus: spec.vcpus, mem_mib: spec.mem_mib, disk_mib: 0 };
             let size = spec.guest.as_ref().map_or(plain, size);
             let end_at = sandbox.read_runtime(|runtime| runtime.saved.deadline_unix);
-            Listed::new(&sandbox.id, state, size, end_at, false)
+            Listed::new(&sandbox.id, state, size, end_at, is_held(sandbox))
         }
         Found::Paused(record, state) => Listed::new(&record.name, state, size_of(e2b, record), None, true),
     }
@@ -455,6 +461,7 @@ fn page(e2b: &E2bContext, who: &Principal, filter: &Filter) -> (Vec<Listed>, Opt
     for id in ids {
         let Ok(it) = e2b.find_for(&id, who) else { continue };
         let (wanted, state) = match &it {
+            Found::Running(sandbox, state) if is_held(sandbox) => (filter.paused, state),
             Found::Running(_, state) => (filter.running, state),
             Found::Paused(_, state) => (filter.paused, state),
         };

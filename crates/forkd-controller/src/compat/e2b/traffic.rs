@@ -26,7 +26,7 @@ use crate::compat::e2b::access::{
 };
 use crate::compat::e2b::signature::Signed;
 use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
-use crate::compat::e2b::{E2bContext, ENVD_PORT, Found};
+use crate::compat::e2b::{E2bContext, ENVD_PORT, Found, go_on, is_held};
 use crate::error::{Code, Error};
 use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
@@ -151,6 +151,13 @@ impl E2bContext {
                     .await
                     .map_err(|error| unavailable(&id, &error))?
                     .1
+            }
+            Found::Running(sandbox, state) if is_held(&sandbox) => {
+                if !wakes || !(state.auto_resume || sandbox.is_auto_paused()) {
+                    return Err(not_running(&sandbox.id));
+                }
+                go_on(&sandbox).await.map_err(|error| unavailable(&sandbox.id, &error))?;
+                sandbox
             }
             Found::Running(sandbox, _) => sandbox,
             Found::Paused(record, state) if !(state.auto_resume && wakes) => {

@@ -2,7 +2,9 @@
 
 use axum::Router;
 use axum::body::Body;
+use axum::extract::{Path, State};
 use axum::http::{Request, StatusCode};
+use axum::{Extension, response::Response};
 use http_body_util::BodyExt;
 use tower::ServiceExt;
 
@@ -10,6 +12,7 @@ use super::*;
 use crate::api;
 use crate::api::middleware::authenticate::Authenticator;
 use crate::auth::rate_limit::Rates;
+use crate::compat::e2b::{E2bContext, extract, sandboxes};
 use crate::sandbox::forwards::MAX_FORWARDS;
 
 const HELLO: &str = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi";
@@ -135,4 +138,45 @@ async fn asking_for_the_health_of_a_paused_sandbox_wakes_it_only_with_its_token(
     // Any port without a token does, as with E2B.
     let (_, _, body) = daemon.ask("GET /", &to_port(8000).replace(ID, paused), b"").await;
     assert!(!parsed(&body)["message"].as_str().unwrap().contains("was not found"));
+}
+
+#[tokio::test]
+async fn a_sandbox_that_the_daemons_own_api_paused_is_listed_as_paused() {
+    let daemon = daemon().await;
+    daemon.sandbox.phase.send_replace(Phase::Paused);
+    let (_, shown) = daemon.json(&format!("GET /sandboxes/{ID}"), None).await;
+    assert_eq!(shown["state"], json!("paused"));
+    for (query, count) in [("", 1), ("?state=paused", 1), ("?state=running", 0)] {
+        let (_, listed) = daemon.json(&format!("GET /v2/sandboxes{query}"), None).await;
+        assert_eq!(listed.as_array().unwrap().len(), count, "{query}: {listed}");
+    }
+    assert_eq!(daemon.json("GET /sandboxes", None).await.1, json!([]), "of running ones");
+    let (status, _, body) = daemon.ask("GET /health", &headers("access"), b"").await;
+    assert!(status == 502 && parsed(&body)["message"].as_str().unwrap().contains("was not found"));
+}
+
+#[tokio::test]
+async fn a_connect_resumes_a_sandbox_that_the_daemons_own_api_paused() {
+    use crate::auth::tokens::Tokens;
+    use crate::testing::fake_host::FakeHost;
+    use crate::workspace::Workspaces;
+
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    let (sandbox, _monitor) = daemon.booted().await;
+    sandbox.update_persisted(|runtime| runtime.saved.e2b = Some(Box::default())).unwrap();
+    let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
+    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+    let tokens = Arc::new(Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap());
+    let stopping = tokio_util::sync::CancellationToken::new();
+    let e2b = E2bContext { registry, snapshots, workspaces, tokens, stopping };
+    let connect = async || -> Response {
+        let (who, id) = (Extension(Principal::local()), Path(sandbox.id.clone()));
+        sandboxes::connect(State(e2b.clone()), who, id, extract::Body(Default::default())).await.unwrap()
+    };
+    sandbox.pause().await.unwrap();
+    assert!(matches!(sandbox.phase(), Phase::Paused));
+    assert_eq!(connect().await.status(), 201, "it was resumed");
+    assert!(matches!(sandbox.phase(), Phase::Running));
+    assert_eq!(connect().await.status(), 200);
 }
