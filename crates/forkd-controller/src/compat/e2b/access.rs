@@ -1,17 +1,18 @@
 //! Access to a sandbox's ports: the tokens that a request must show, and the responses to requests that are refused.
 
 use axum::extract::Request;
-use axum::http::header::{HeaderMap, HeaderValue};
+use axum::http::header::{self, HeaderMap, HeaderValue};
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use forkd_protocol::agent::{CODE_PORT, TOKEN_HEADER};
 use serde_json::json;
 use subtle::ConstantTimeEq;
 
-use crate::compat::e2b::ENVD_PORT;
+use crate::auth::tokens::{Refusal, Tokens};
 use crate::compat::e2b::signature::Signed;
 use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
 use crate::compat::e2b::traffic::Answered;
+use crate::compat::e2b::{ENVD_PORT, key};
 use crate::error::Error;
 use crate::sandbox::e2b::E2bState;
 use crate::util::time::now_unix;
@@ -115,6 +116,20 @@ pub(super) fn check_token(
         CODE_PORT => Ok(()),
         _ if state.public_traffic || has_traffic() => Ok(()),
         _ => forbidden("the traffic access token is missing or wrong", headers.contains_key(TRAFFIC_TOKEN)),
+    }
+}
+
+/// Removes `Authorization` headers with a token of this daemon. A client sent it by mistake, and code in the guest could
+/// use it.
+pub(super) fn remove_tokens(headers: &mut HeaderMap, tokens: &Tokens) {
+    let is_token = |value: &HeaderValue| {
+        let words = value.to_str().unwrap_or_default().split_ascii_whitespace();
+        words.last().is_some_and(|secret| {
+            tokens.find(key::without_prefix(secret), now_unix()) != Err(Refusal::Unknown)
+        })
+    };
+    if headers.get_all(header::AUTHORIZATION).iter().any(is_token) {
+        headers.remove(header::AUTHORIZATION);
     }
 }
 

@@ -22,7 +22,8 @@ use tokio_util::sync::CancellationToken;
 use crate::agent;
 use crate::auth::principal::{Principal, Scope};
 use crate::compat::e2b::access::{
-    Guessed, check_token, has_access, is_health, not_running, refuse, unauthenticated, unsigned,
+    Guessed, check_token, has_access, is_health, not_running, refuse, remove_tokens, unauthenticated,
+    unsigned,
 };
 use crate::compat::e2b::signature::Signed;
 use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
@@ -105,6 +106,7 @@ impl E2bContext {
         }
         // Any client that knows the id may ask for a sandbox's health. That alone must not start it.
         let wakes = !is_health(target.port, &request) || has_access(request.headers(), state);
+        remove_tokens(request.headers_mut(), &self.tokens);
         let who = Principal { name: format!("e2b:{id}"), owner, scope: Scope::Write, ..Principal::local() };
         let forwarded = async {
             let sandbox = self.awake(found, wakes).await?;

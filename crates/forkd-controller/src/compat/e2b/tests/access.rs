@@ -116,6 +116,27 @@ async fn a_sandbox_request_that_is_refused_at_the_door_gets_a_body_that_its_clie
     }
 }
 
+#[tokio::test]
+async fn a_token_of_the_daemon_does_not_reach_the_guest() {
+    let daemon = daemon().await;
+    *daemon.guest.server.lock().unwrap() = HELLO.into();
+    let order = json!({ "name": "ann", "scope": "write" });
+    let (_, made) = daemon.json("POST /v1/tokens", Some(order)).await;
+    let token = made["token"].as_str().unwrap();
+    for (value, stays) in [
+        (format!("Bearer {token}"), false),
+        (format!("bearer e2b_{token}"), false),
+        (token.to_owned(), false),
+        ("Bearer of-the-guest".to_owned(), true),
+        ("Basic dXNlcjo=".to_owned(), true),
+    ] {
+        let headers = format!("{}Authorization: {value}\r\n", to_port(8000));
+        assert_eq!(daemon.ask("GET /", &headers, b"").await.0, 200);
+        let head = daemon.guest.server_request.lock().unwrap().to_lowercase();
+        assert_eq!(head.contains("authorization:"), stays, "{value}: {head}");
+    }
+}
+
 /// A paused sandbox wakes at any request, if its client wanted that. Health needs no token: with none it does not count.
 #[tokio::test]
 async fn asking_for_the_health_of_a_paused_sandbox_wakes_it_only_with_its_token() {
