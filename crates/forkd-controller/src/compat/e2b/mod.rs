@@ -4,7 +4,7 @@
 //!
 //! - *Control requests* carry an API key, which is a token of this daemon ([`key`]), and pass the same middleware as
 //!   the daemon's own API. `sandboxes`, `snapshots` and `metrics` have their handlers, `types` their bodies, and
-//!   `error` the bodies of errors.
+//!   `error` the bodies of errors. `missing` lists the functions that are not here.
 //! - *Sandbox requests* carry the sandbox's id and a port, in headers or in the host name, and the sandbox's own
 //!   tokens, which `access` checks. [`traffic`] sends them into the guest: the port of E2B's agent to the guest's
 //!   agent, which speaks the same protocol, and any other port to that TCP port of the guest.
@@ -18,6 +18,7 @@ mod extract;
 mod fork;
 pub(crate) mod key;
 mod metrics;
+pub(crate) mod missing;
 mod names;
 mod sandboxes;
 mod signature;
@@ -29,7 +30,7 @@ mod types;
 use std::sync::Arc;
 
 use axum::Router;
-use axum::routing::{MethodRouter, any, delete, get, post};
+use axum::routing::{MethodRouter, delete, get, post};
 use tokio_util::sync::CancellationToken;
 
 use crate::auth::principal::{Principal, Scope};
@@ -59,13 +60,14 @@ pub(crate) struct E2bContext {
 }
 
 /// The first parts of all paths of the control API.
-const PREFIXES: [&str; 14] = [
+const PREFIXES: [&str; 15] = [
     "/sandboxes",
     "/v2/sandboxes",
     "/snapshots",
     "/templates",
     "/v2/templates",
     "/v3/templates",
+    "/default-templates",
     "/volumes",
     "/volumecontent",
     "/secrets",
@@ -111,33 +113,9 @@ fn table() -> Vec<(&'static str, &'static str, MethodRouter<E2bContext>)> {
         ("DELETE", "/templates/{id}", delete(snapshots::remove)),
         ("GET", "/templates/aliases/{alias}", get(snapshots::alias)),
     ];
-    // The functions that are not here: each answers 501 with its name.
-    for (path, name) in [
-        ("/sandboxes/{id}/network", "changing a sandbox's network"),
-        ("/sandboxes/{id}/logs", "a sandbox's logs"),
-        ("/volumes", "volumes"),
-        ("/volumes/{*rest}", "volumes"),
-        ("/volumecontent/{*rest}", "volumes"),
-        ("/secrets", "secrets"),
-        ("/secrets/{*rest}", "secrets"),
-        ("/templates", "template builds"),
-        ("/templates/tags", "tags of templates"),
-        ("/templates/{id}/tags", "tags of templates"),
-        ("/templates/{id}/files/{hash}", "template builds"),
-        ("/templates/{id}/builds/{build}/status", "template builds"),
-        ("/v3/templates", "template builds"),
-        ("/v2/templates/{*rest}", "template builds"),
-    ] {
-        table.push(("any", path, any(move || missing(name))));
-    }
+    let missing = missing::ROUTES.iter();
+    table.extend(missing.map(|(path, name)| ("any", *path, missing::handler(name))));
     table
-}
-
-async fn missing(name: &'static str) -> Error {
-    Error::new(
-        Code::NotImplemented,
-        format!("{name}: forkd does not have this part of the E2B API; see docs/E2B.md"),
-    )
 }
 
 /// The router of the control API.
