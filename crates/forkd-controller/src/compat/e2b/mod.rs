@@ -4,7 +4,7 @@
 //!
 //! - *Control requests* carry an API key, which is a token of this daemon ([`key`]), and pass the same middleware as
 //!   the daemon's own API. `sandboxes`, `snapshots` and `metrics` have their handlers, `types` their bodies, and
-//!   `error` the bodies of errors. `missing` lists the functions that are not here.
+//!   `error` the bodies of errors. `missing` lists the functions that are not here, and `fields` refuses fields.
 //! - *Sandbox requests* carry the sandbox's id and a port, in headers or in the host name, and the sandbox's own
 //!   tokens, which `access` checks. [`traffic`] sends them into the guest: the port of E2B's agent to the guest's
 //!   agent, which speaks the same protocol, and any other port to that TCP port of the guest.
@@ -15,6 +15,7 @@
 pub(crate) mod access;
 pub(crate) mod error;
 mod extract;
+mod fields;
 mod fork;
 pub(crate) mod key;
 mod metrics;

@@ -278,6 +278,7 @@ async fn control_requests_show_and_lengthen_a_life_and_errors_have_the_clients_s
         ("GET /v2/templates", None, 501),
         ("GET /sandboxes/metrics?sandbox_ids=a", None, 501),
         ("GET /sandboxes/none/none/none", None, 501),
+        ("POST /v2/sandboxes", Some(json!({"templateID": "base", "allowInternetAccess": false})), 400),
     ] {
         let (got, error) = daemon.json(line, body).await;
         assert_eq!((got, &error["code"]), (status, &json!(status)), "{line}: {error}");
