@@ -119,9 +119,10 @@ done
 part "Python e2b 2.63.0, every call" python_client e2b==2.63.0 drive.py
 part "Python e2b-code-interpreter 2.11.5" python_client e2b-code-interpreter==2.11.5 drive_code.py
 
-for version in 2.20.1 2.31.0 2.32.0; do
-  # These versions have no fork.
-  DRIVE_LACKS=fork part "npm e2b $version" npm_client drive.mjs "e2b@$version"
+# What these versions lack.
+DRIVE_LACKS="fork order attributes reboot" part "npm e2b 2.20.1" npm_client drive.mjs e2b@2.20.1
+for version in 2.31.0 2.32.0; do
+  DRIVE_LACKS="fork order" part "npm e2b $version" npm_client drive.mjs "e2b@$version"
 done
 part "npm e2b 2.51.0" npm_client drive.mjs e2b@2.51.0
 part "npm @e2b/code-interpreter 2.8.0" npm_client drive_code.mjs @e2b/code-interpreter@2.8.0 e2b@2.51.0

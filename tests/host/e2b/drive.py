@@ -138,11 +138,12 @@ async def files(sandbox):
     assert info.size == 1 and info.owner == "user" and info.permissions.endswith("r--r--"), info
     await sandbox.files.remove("fresh")
     assert not await sandbox.files.exists("fresh")
-    for wrong in ("fresh/zero", "many"):
+    # Missing is 404, and a folder 400.
+    for wrong, kind in (("fresh/zero", e2b.NotFoundException), ("many", e2b.InvalidArgumentException)):
         try:
             await sandbox.files.read(wrong)
             raise AssertionError(f"{wrong} cannot be read")
-        except (e2b.NotFoundException, e2b.InvalidArgumentException):
+        except kind:
             pass
 
     # An address that needs no token.
@@ -434,10 +435,11 @@ async def closed():
 
 async def bad_input():
     for template, text in (("no-such-template", "forkd snapshot"), ("code-interpreter-v1", "template prepare")):
+        if template == "code-interpreter-v1" and await e2b.AsyncTemplate.exists(template):
+            continue
         try:
-            made = await AsyncSandbox.create(template)
-            assert template == "code-interpreter-v1", "only this one may be there"
-            await made.kill()
+            await AsyncSandbox.create(template)
+            raise AssertionError(f"template {template} does not exist")
         except e2b.SandboxException as error:
             assert "404" in str(error) and text in str(error), error
     try:
