@@ -1,14 +1,15 @@
 //! The published clients of E2B, unmodified: the Python client from PyPI and the npm client, each into an environment of
 //! its own, then all of their calls that forkd serves, against the daemon that everything here uses.
 
+use std::io::Write;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use forkd_tests::binary;
+use forkd_tests::{binary, eventually, library_path};
 use serde_json::Value;
 
 use crate::cli::{forkd, text};
-use crate::machine::machine_is_used;
+use crate::machine::{machine_is_used, pull_plug};
 use crate::node::Node;
 use crate::pip::{environment, must};
 
@@ -77,23 +78,26 @@ fn the_published_python_client_of_e2b_works_unmodified() {
 }
 
 #[test]
-fn a_paused_sandbox_survives_a_killed_daemon_and_a_reboot() {
+fn sandboxes_survive_a_killed_daemon_and_a_paused_one_a_power_cut() {
     if !machine_is_used() {
         return;
     }
     let programs = environment("published-e2b", &requirements(), &["--require-hashes"]);
-    let survive = |args: &[&str]| {
+    let survive = |step: &str, before: &str| {
         let mut command = Command::new(programs.join("python"));
-        let ran =
-            command.arg(Path::new(FOLDER).join("survive.py")).args(args).envs(settings()).output().unwrap();
-        text(&must(ran, "the Python client").stdout)
+        command.arg(Path::new(FOLDER).join("survive.py")).arg(step).envs(settings());
+        let mut running =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        running.stdin.take().unwrap().write_all(before.as_bytes()).unwrap();
+        text(&must(running.wait_with_output().unwrap(), "the Python client").stdout)
     };
-    let paused = survive(&["pause"]);
+    let before = survive("begin", "");
     must(forkd(None, &["machine", "shell", "--", "python3", "-c", KILL_DAEMON]), "kill -9 of the daemon");
-    must(forkd(None, &["machine", "stop"]), "forkd machine stop");
-    let mut args = vec!["connect"];
-    args.extend(paused.split_whitespace());
-    assert!(survive(&args).contains("it survived"));
+    // The machine's supervisor starts another one.
+    eventually("the next daemon", || forkd(None, &["images"]).status.success().then_some(()));
+    assert!(survive("look", &before).contains("they were kept"));
+    pull_plug(&library_path());
+    assert!(survive("connect", &before).contains("it survived"));
 }
 
 #[test]

@@ -65,6 +65,13 @@ pub(crate) fn pid(data: &Path, name: &str) -> Pid {
     Pid::from_raw(pid as i32).unwrap()
 }
 
+/// Ends a machine as a power cut does: nothing in it is told.
+pub(crate) fn pull_plug(data: &Path) {
+    let (supervisor, qemu) = (pid(data, "supervisor_pid"), pid(data, "qemu_pid"));
+    kill_process(supervisor, Signal::KILL).unwrap();
+    eventually("QEMU to end with its supervisor", || test_kill_process(qemu).is_err().then_some(()));
+}
+
 #[test]
 fn run_from_outside_is_the_same_as_inside() {
     if !machine_is_used() {
@@ -138,9 +145,7 @@ fn a_machine_comes_by_itself_survives_a_pulled_plug_and_a_hang_and_goes_when_tol
 
     // What was synced survives a pulled plug; the machine comes back when asked.
     shell(data, &format!("echo kept again > {folder}/note && sync {folder}/note"));
-    let qemu = pid(data, "qemu_pid");
-    kill_process(pid(data, "supervisor_pid"), Signal::KILL).unwrap();
-    eventually("QEMU to end with its supervisor", || test_kill_process(qemu).is_err().then_some(()));
+    pull_plug(data);
     assert_eq!(shell(data, &format!("cat {folder}/note")), "kept again\n");
 
     // And it stops on request, cleanly.

@@ -5,16 +5,21 @@
 //! it passes bytes both ways, until both ends have finished sending or one of them fails. So a server in the guest
 //! needs no network, and needs to listen on loopback only.
 //!
+//! Clients of most ports need no token, and may hold their connections for ever. So some of the connections are for
+//! the code interpreter alone. The agent's own JSON-lines port is never forwarded: that service trusts processes of
+//! root on loopback, and the agent is one.
+//!
 //! [`FORWARD_PORT`]: forkd_protocol::agent::FORWARD_PORT
 
 use std::{
     io::{self, Read, Write},
     net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, atomic::AtomicUsize},
     time::Duration,
 };
 
-use forkd_protocol::agent::FORWARD_LINE;
+use forkd_protocol::agent::{CODE_PORT, FORWARD_LINE};
 use rustix::{
     event::{PollFd, PollFlags},
     io::Errno,
@@ -22,12 +27,16 @@ use rustix::{
 };
 
 use crate::{
-    listener::{BACK_OFF, Service, accept_all},
+    listener::{BACK_OFF, Service, Slot, accept_all},
     sys::{self, Socket},
 };
 
-/// The most connections at once.
+/// The most connections at once to all ports but the code interpreter's.
 const MAX_CONNECTIONS: usize = 256;
+/// The connections that the code interpreter's port has besides.
+const CODE_RESERVE: usize = 32;
+/// The answer to a connection without a place. The daemon knows it by these words.
+const TOO_MANY: &str = "too many connections";
 /// How long the host may take to name the port.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
 /// How long a server in the guest may take to accept.
@@ -37,30 +46,57 @@ const PEER_TICK: Duration = Duration::from_secs(2);
 /// Bytes buffered for each direction.
 const BUFFER: usize = 64 << 10;
 
-/// Serves all connections that reach `listener`. Returns when the listener itself is broken.
-pub(crate) fn serve(listener: &OwnedFd) -> io::Error {
-    let service = Service { name: "forward", max: MAX_CONNECTIONS, turn_away, serve: Box::new(forward) };
-    accept_all(listener, service)
+/// Serves all connections that reach `listener`. `line_port` is the port of the agent's own JSON-lines service, if it
+/// runs. Returns when the listener itself is broken.
+pub(crate) fn serve(listener: &OwnedFd, line_port: Option<u16>) -> io::Error {
+    let forwarder = Forwarder { line_port, others: Arc::default() };
+    let serve = Box::new(move |host| forwarder.forward(host));
+    accept_all(listener, Service { name: "forward", max: MAX_CONNECTIONS + CODE_RESERVE, turn_away, serve })
 }
 
 fn turn_away(mut host: Socket) {
     let _ = host.set_timeouts(Some(BACK_OFF), Some(BACK_OFF));
-    let _ = host.write_all(b"NO too many connections\n");
+    let _ = host.write_all(format!("NO {TOO_MANY}\n").as_bytes());
 }
 
-/// Serves one connection. An error ends it; the host sees the end.
-fn forward(mut host: Socket) {
-    if host.set_timeouts(Some(REQUEST_TIME), Some(REQUEST_TIME)).is_err() {
-        return;
-    }
-    let connected = read_port(&mut host).and_then(connect);
-    match connected {
-        Ok(server) => {
-            if host.write_all(b"OK\n").is_ok() {
-                let _ = relay(&host, &server);
-            }
+/// What all connections share.
+struct Forwarder {
+    line_port: Option<u16>,
+    /// The number of connections to other ports than the code interpreter's.
+    others: Arc<AtomicUsize>,
+}
+
+impl Forwarder {
+    /// Serves one connection. An error ends it; the host sees the end.
+    fn forward(&self, mut host: Socket) {
+        if host.set_timeouts(Some(REQUEST_TIME), Some(REQUEST_TIME)).is_err() {
+            return;
         }
-        Err(error) => _ = host.write_all(format!("NO {error}\n").as_bytes()),
+        let connected = read_port(&mut host).and_then(|port| {
+            let slot = self.admit(port)?;
+            Ok((connect(port)?, slot))
+        });
+        match connected {
+            Ok((server, _slot)) => {
+                if host.write_all(b"OK\n").is_ok() {
+                    let _ = relay(&host, &server);
+                }
+            }
+            Err(error) => _ = host.write_all(format!("NO {error}\n").as_bytes()),
+        }
+    }
+
+    /// The place of a connection to `port`; the code interpreter's port has places of its own.
+    fn admit(&self, port: u16) -> io::Result<Option<Slot>> {
+        if self.line_port == Some(port) {
+            let text = "this port is the agent's own, and is not forwarded";
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+        }
+        if port == CODE_PORT {
+            return Ok(None);
+        }
+        let slot = Slot::take(&self.others, MAX_CONNECTIONS);
+        slot.map(Some).ok_or_else(|| io::Error::other(TOO_MANY))
     }
 }
 
@@ -188,11 +224,15 @@ mod tests {
 
     use super::*;
 
+    /// The port of the JSON-lines service.
+    const LINES: u16 = 1;
+
     /// The host's end of a new connection.
     fn dial(request: &[u8]) -> UnixStream {
         let (mut host, agent) = UnixStream::pair().unwrap();
         host.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        thread::spawn(move || forward(agent.into()));
+        let forwarder = Forwarder { line_port: Some(LINES), others: Arc::default() };
+        thread::spawn(move || forwarder.forward(agent.into()));
         host.write_all(request).unwrap();
         host
     }
@@ -265,5 +305,22 @@ mod tests {
             let answer = line(&mut dial(bad.as_bytes()));
             assert!(answer.starts_with("NO ") && answer.contains("1 to 65535"), "{bad:?}: {answer}");
         }
+    }
+
+    #[test]
+    fn clients_of_other_ports_leave_places_for_the_code_interpreter() {
+        let forwarder = Forwarder { line_port: None, others: Arc::default() };
+        let held: Vec<_> = (0..MAX_CONNECTIONS).map(|_| forwarder.admit(8000).unwrap()).collect();
+        let refused = forwarder.admit(8001).err().unwrap();
+        assert_eq!(refused.to_string(), TOO_MANY);
+        forwarder.admit(CODE_PORT).unwrap();
+        drop(held);
+        forwarder.admit(8001).unwrap();
+    }
+
+    #[test]
+    fn the_agents_own_port_is_not_forwarded() {
+        let answer = line(&mut dial(format!("{LINES}\n").as_bytes()));
+        assert!(answer.starts_with("NO ") && answer.contains("the agent's own"), "{answer}");
     }
 }

@@ -71,10 +71,10 @@ pub(crate) fn accept_all(listener: &OwnedFd, service: Service) -> io::Error {
 }
 
 /// One of the places.
-struct Slot(Arc<AtomicUsize>);
+pub(crate) struct Slot(Arc<AtomicUsize>);
 
 impl Slot {
-    fn take(open: &Arc<AtomicUsize>, max: usize) -> Option<Slot> {
+    pub(crate) fn take(open: &Arc<AtomicUsize>, max: usize) -> Option<Slot> {
         let taken = open.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| (n < max).then_some(n + 1));
         taken.ok().map(|_| Slot(open.clone()))
     }

@@ -61,6 +61,8 @@ pub const AGENT_PORT: u32 = 1024;
 pub const FORWARD_PORT: u32 = 1025;
 /// The longest TCP port in such a line, without its end.
 pub const FORWARD_LINE: usize = 5;
+/// The TCP port of E2B's code interpreter. Connections to it have places that those to other ports do not get.
+pub const CODE_PORT: u16 = 49999;
 /// Header with the token an agent that listens on TCP asks for.
 pub const TOKEN_HEADER: &str = "x-access-token";
 /// Header with the user that a call acts as if it names none: a daemon sets it on what E2B clients send, whose

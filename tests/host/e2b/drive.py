@@ -138,11 +138,12 @@ async def files(sandbox):
     assert info.size == 1 and info.owner == "user" and info.permissions.endswith("r--r--"), info
     await sandbox.files.remove("fresh")
     assert not await sandbox.files.exists("fresh")
-    for wrong in ("fresh/zero", "many"):
+    # Missing is 404, and a folder 400.
+    for wrong, kind in (("fresh/zero", e2b.NotFoundException), ("many", e2b.InvalidArgumentException)):
         try:
             await sandbox.files.read(wrong)
             raise AssertionError(f"{wrong} cannot be read")
-        except (e2b.NotFoundException, e2b.InvalidArgumentException):
+        except kind:
             pass
 
     # An address that needs no token.
@@ -213,10 +214,10 @@ async def raw(sandbox):
     assert gzip.decompress(body) == b"packed" * 1000
     assert (await sandbox.files.get_info("packed")).metadata.get("kind") == "test"
 
-    # A server in the guest, on loopback only.
-    await sandbox.commands.run("python3 -m http.server 8000 --bind 127.0.0.1 -d many", background=True)
+    # A server in the guest, on loopback only: on the port of Jupyter, which nothing else has taken.
+    await sandbox.commands.run("python3 -m http.server 8888 --bind 127.0.0.1 -d many", background=True)
     for _ in range(100):
-        status, _, body = ask("/2", **{"E2b-Sandbox-Port": "8000"})
+        status, _, body = ask("/2", **{"E2b-Sandbox-Port": "8888"})
         if status == 200:
             break
         await asyncio.sleep(0.2)
@@ -434,10 +435,11 @@ async def closed():
 
 async def bad_input():
     for template, text in (("no-such-template", "forkd snapshot"), ("code-interpreter-v1", "template prepare")):
+        if template == "code-interpreter-v1" and await e2b.AsyncTemplate.exists(template):
+            continue
         try:
-            made = await AsyncSandbox.create(template)
-            assert template == "code-interpreter-v1", "only this one may be there"
-            await made.kill()
+            await AsyncSandbox.create(template)
+            raise AssertionError(f"template {template} does not exist")
         except e2b.SandboxException as error:
             assert "404" in str(error) and text in str(error), error
     try:

@@ -48,7 +48,7 @@ pub(super) fn finish(mut response: Response, path: &str, reader: &Reader) -> Res
     let (mut parts, _) = response.into_parts();
     parts.headers.remove(header::CONTENT_LENGTH);
     parts.headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    let body = match e2b::has_path(path) {
+    let body = match e2b::has_errors(path) {
         true => Json(e2b::error::body(status.as_u16(), path, &error, reader)).into_response(),
         false => Json(reader.logged(&error)).into_response(),
     };

@@ -21,6 +21,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::extract::{DefaultBodyLimit, State};
+use axum::http::Uri;
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
@@ -228,7 +229,10 @@ fn with_middleware(app: ApiContext, more: Router) -> Router {
         .with_state(app)
 }
 
-async fn no_route() -> Response {
+async fn no_route(uri: Uri) -> Response {
+    if e2b::has_path(uri.path()) {
+        return e2b::missing::unknown().into_response();
+    }
     Error::new(Code::RouteNotFound, "there is no such route; /openapi.json lists all routes").into_response()
 }
 

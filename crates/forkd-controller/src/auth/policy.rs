@@ -51,12 +51,21 @@ fn decided(method: &Method, path: &str) -> Option<Scope> {
         ("POST", "/sandboxes/{id}/fork" | "/sandboxes/{id}/snapshots") | ("DELETE", "/templates/{id}") => {
             Scope::Write
         }
-        (_, "/templates" | "/templates/tags" | "/templates/{id}/tags") => Scope::Read,
-        (_, "/templates/{id}/files/{hash}" | "/templates/{id}/builds/{build}/status") => Scope::Read,
-        // Functions that are not there: the error says so.
-        (_, "/sandboxes/{id}/network" | "/sandboxes/{id}/logs") => Scope::Read,
+        // Functions of the E2B API that are not there: the error says so.
+        (_, "/sandboxes/metrics" | "/sandboxes/{id}/network") => Scope::Read,
+        (_, "/sandboxes/{id}/logs" | "/v2/sandboxes/{id}/logs") => Scope::Read,
         (_, "/volumes" | "/volumes/{*rest}" | "/volumecontent/{*rest}") => Scope::Read,
-        (_, "/secrets" | "/secrets/{*rest}" | "/v3/templates" | "/v2/templates/{*rest}") => Scope::Read,
+        (_, "/secrets" | "/secrets/{*rest}") => Scope::Read,
+        (_, "/templates" | "/templates/{id}" | "/templates/tags") => Scope::Read,
+        (_, "/templates/{id}/tags" | "/templates/{id}/tags/{*rest}") => Scope::Read,
+        (_, "/templates/{id}/files/{hash}" | "/templates/{id}/builds/{build}") => Scope::Read,
+        (_, "/templates/{id}/builds/{build}/status" | "/templates/{id}/builds/{build}/logs") => Scope::Read,
+        (_, "/v2/templates" | "/v2/templates/{*rest}" | "/default-templates") => Scope::Read,
+        (_, "/v3/templates" | "/v3/templates/{*rest}") => Scope::Read,
+        (_, "/teams" | "/teams/{*rest}" | "/nodes" | "/nodes/{*rest}") => Scope::Read,
+        (_, "/api-keys" | "/api-keys/{*rest}") => Scope::Read,
+        (_, "/access-tokens" | "/access-tokens/{*rest}") => Scope::Read,
+        (_, "/events/sandboxes" | "/events/sandboxes/{*rest}") => Scope::Read,
         // Each call of a tool is a request of its own, with its own scope.
         ("GET" | "POST" | "DELETE", "/mcp") => Scope::Read,
         // Sums of the whole host, without names: a monitoring system needs no more than this scope.

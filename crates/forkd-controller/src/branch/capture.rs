@@ -63,9 +63,10 @@ async fn attempt(
     let Some(lineage) = sandbox.resources().lineage.clone() else {
         let id = &sandbox.id;
         return Err(match sandbox.desired() {
-            DesiredState::Replace => {
-                Error::new(Code::SandboxReplaced, format!("sandbox {id} was rolled back meanwhile; ask again"))
-            }
+            DesiredState::Replace => Error::new(
+                Code::SandboxReplaced,
+                format!("sandbox {id} was rolled back meanwhile; ask again"),
+            ),
             _ => Error::new(Code::SandboxEnded, format!("sandbox {id} is being deleted")),
         });
     };

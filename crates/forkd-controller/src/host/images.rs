@@ -120,12 +120,25 @@ pub(crate) struct ImageLibrary {
     library: Library,
     kernel: Option<PathBuf>,
     guest: PathBuf,
-    /// The last initramfs: to build one, modules are unpacked, which takes time.
-    initramfs: Mutex<Option<(Ingredients, Arc<OwnedFd>)>>,
+    /// The last initramfs with the JSON-lines service, and the last one without: to build one, modules are unpacked,
+    /// which takes time.
+    initramfs: Mutex<[Option<LastInitramfs>; 2]>,
 }
 
 /// The source files of an initramfs, with their sizes and times.
 type Ingredients = [(PathBuf, u64, SystemTime); 2];
+
+/// What an initramfs was built from, and its file.
+type LastInitramfs = (Ingredients, Arc<OwnedFd>);
+
+/// Images for programs written for E2B. Those may start a server of their own on the port of the JSON-lines service,
+/// which is Jupyter's too; E2B leaves it free.
+const WITHOUT_LINES: [&str; 2] = ["base", "code-interpreter-v1"];
+
+/// The port of the JSON-lines service in guests of the image.
+fn line_port(image: &str) -> Option<u16> {
+    (!WITHOUT_LINES.contains(&image)).then_some(LINE_PORT)
+}
 
 impl ImageLibrary {
     pub(crate) fn new(config: &Config) -> Self {
@@ -144,7 +157,8 @@ impl ImageLibrary {
             Some(path) => kernel_at(path)?,
             None => self.library.kernel(None)?,
         };
-        let (initramfs, disk) = (self.initramfs(&kernel)?, open(&image.disk)?);
+        let initramfs = self.initramfs(&kernel, line_port(&image.manifest.name))?;
+        let disk = open(&image.disk)?;
         let root = Some(Root { initramfs, disk, image: image.manifest });
         Ok(BootSource { kernel: open(&kernel.image)?, root, disk_layers: None })
     }
@@ -176,7 +190,7 @@ impl ImageLibrary {
             warm: WarmRequest { python: Some(IMPORT_NUMPY.into()), ..WarmRequest::default() },
             definition: None,
         };
-        let initramfs = self.initramfs(&kernel)?;
+        let initramfs = self.initramfs(&kernel, Some(LINE_PORT))?;
         let root = Some(Root { initramfs, disk: Arc::new(disk.into()), image });
         // The file that was checked, even if its path leads to another one by now.
         let kernel = match named {
@@ -203,10 +217,11 @@ impl ImageLibrary {
         Ok((disk.into(), base))
     }
 
-    fn initramfs(&self, kernel: &Kernel) -> Result<Arc<OwnedFd>> {
+    fn initramfs(&self, kernel: &Kernel, line_port: Option<u16>) -> Result<Arc<OwnedFd>> {
         let ingredients = [ingredient(&kernel.image)?, ingredient(&self.guest)?];
         // Held while it is made: other boots that need it wait, and do not make the same.
         let mut last = self.initramfs.lock();
+        let last = &mut last[usize::from(line_port.is_some())];
         if let Some((made_of, initramfs)) = last.as_ref()
             && *made_of == ingredients
         {
@@ -222,7 +237,7 @@ impl ImageLibrary {
             hostname: "sandbox".into(),
             network: vec![interface],
             name_servers: vec![forkd_net::GATEWAY_ADDRESS.to_string()],
-            line_port: Some(LINE_PORT),
+            line_port,
             ..InitPlan::default()
         };
         let bytes = build_initramfs(&self.guest, kernel, GUEST_MODULES, plan)?;
@@ -317,6 +332,15 @@ mod tests {
         let mut original = File::from(fd);
         original.rewind().unwrap();
         assert!(original.write_all(b"x").is_err(), "sealed, even for the first descriptor");
+    }
+
+    #[test]
+    fn the_port_of_the_json_lines_service_is_free_in_images_for_e2b() {
+        for (image, port) in
+            [("base", None), ("code-interpreter-v1", None), ("python", Some(8888)), ("mine", Some(8888))]
+        {
+            assert_eq!(line_port(image), port, "{image}");
+        }
     }
 
     #[test]

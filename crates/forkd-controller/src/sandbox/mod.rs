@@ -11,7 +11,8 @@
 //! - All sandboxes: `registry` boots, finds and deletes them, `spawn` forks them, `rollback` restarts one from a
 //!   snapshot. After a restart of the daemon `adopt` takes them over, and `unknown` keeps those with unreadable records.
 //! - The host: `resources` (cgroup, network slot, lineage), `disks` (frozen layers), `disk_full`.
-//! - Other APIs: `e2b` is the state that the E2B API keeps for a sandbox.
+//! - Other APIs: `e2b` is the state that the E2B API keeps for a sandbox;
+//!   `forwards` limits its clients' requests into the guest.
 //! - The guest: `quiesce` freezes and thaws its processes, `agent_call` calls its agent, `envs` checks variables.
 
 pub(crate) mod adopt;
@@ -23,6 +24,7 @@ pub(crate) mod disk_full;
 pub(crate) mod disks;
 pub(crate) mod e2b;
 pub(crate) mod envs;
+pub(crate) mod forwards;
 pub(crate) mod idempotency;
 pub(crate) mod lifetime;
 pub(crate) mod persisted;
@@ -57,6 +59,7 @@ use crate::monitor::{boot_files, console};
 use crate::sandbox::command::MonitorCommand;
 use crate::sandbox::disk_full::DISK_FULL_DETAIL;
 use crate::sandbox::disks::Disks;
+use crate::sandbox::forwards::Forwards;
 use crate::sandbox::lifetime::Activity;
 use crate::sandbox::persisted::Persisted;
 use crate::sandbox::resources::Resources;
@@ -144,6 +147,8 @@ pub(crate) struct Sandbox {
 
     pub(crate) disks: Disks,
     pub(crate) pauses: Pauses,
+    /// Requests of clients into the guest.
+    pub(crate) forwards: Forwards,
     persisted: Persisted,
     resources: Mutex<Resources>,
 }
@@ -185,6 +190,7 @@ impl Sandbox {
             suspends: Arc::default(),
             disks: Disks::default(),
             pauses: Pauses::default(),
+            forwards: Forwards::default(),
             heard: AtomicU64::new(0),
             telemetry: host.telemetry.clone(),
             trace: otlp::current(),

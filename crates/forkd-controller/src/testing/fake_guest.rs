@@ -81,6 +81,8 @@ pub(crate) struct FakeGuest {
     pub(crate) dirty: Mutex<bool>,
     /// What the server on any of its TCP ports answers, head included.
     pub(crate) server: Mutex<String>,
+    /// The head of the last request to that server.
+    pub(crate) server_request: Mutex<String>,
     /// Makes it answer that call after all.
     pub(crate) answers: tokio::sync::Notify,
     /// The running process.
@@ -275,6 +277,7 @@ async fn serve_port(mut stream: UnixStream, guest: &FakeGuest) -> std::io::Resul
     while !head.ends_with(b"\r\n\r\n") {
         head.push(stream.read_u8().await?);
     }
+    *guest.server_request.lock().unwrap() = String::from_utf8(head).unwrap();
     let answer = guest.server.lock().unwrap().clone();
     stream.write_all(answer.as_bytes()).await
 }

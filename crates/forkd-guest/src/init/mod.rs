@@ -104,9 +104,9 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
         shut_down: shutdown::shut_down,
     };
     let agent = Agent::new(config);
-    serve_lines(&agent, plan.line_port, &plan.network);
+    let line_port = serve_lines(&agent, plan.line_port, &plan.network);
     if forwards {
-        serve_forward();
+        serve_forward(line_port);
     }
     log::info!("ready after {} ms", sys::uptime_ms());
     let cause = agent.serve(&listener);
@@ -147,9 +147,10 @@ fn listen(plan: ListenPlan) -> Result<(OwnedFd, Option<String>), Fatal> {
     }
 }
 
-/// Serves the JSON-lines protocol on the side. An image whose guests cannot have it works without.
-fn serve_lines(agent: &Arc<Agent>, port: Option<u16>, network: &[InterfacePlan]) {
-    let Some(port) = port else { return };
+/// Serves the JSON-lines protocol on the side, and returns its port. An image whose guests cannot have it works
+/// without.
+fn serve_lines(agent: &Arc<Agent>, port: Option<u16>, network: &[InterfacePlan]) -> Option<u16> {
+    let port = port?;
     let gateway = network.iter().find_map(|interface| interface.gateway.as_ref()?.parse().ok());
     let serving = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).and_then(|listener| {
         let (agent, listener) = (agent.clone(), OwnedFd::from(listener));
@@ -157,16 +158,20 @@ fn serve_lines(agent: &Arc<Agent>, port: Option<u16>, network: &[InterfacePlan])
             log::error!("the JSON-lines protocol has ended: {}", agent.serve_lines(&listener, gateway));
         })
     });
-    if let Err(error) = serving {
-        log::error!("no JSON-lines protocol on TCP port {port}: {error}");
+    match serving {
+        Ok(_) => Some(port),
+        Err(error) => {
+            log::error!("no JSON-lines protocol on TCP port {port}: {error}");
+            None
+        }
     }
 }
 
 /// Forwards connections of the host to TCP ports of the guest. A guest works without.
-fn serve_forward() {
+fn serve_forward(line_port: Option<u16>) {
     let serving = sys::listen_vsock(FORWARD_PORT).and_then(|listener| {
         thread::Builder::new().name("forwards".into()).stack_size(LINES_STACK).spawn(move || {
-            log::error!("forwarding to TCP ports has ended: {}", forward::serve(&listener));
+            log::error!("forwarding to TCP ports has ended: {}", forward::serve(&listener, line_port));
         })
     });
     if let Err(error) = serving {

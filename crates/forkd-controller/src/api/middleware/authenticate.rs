@@ -25,6 +25,7 @@ use crate::auth::rate_limit::{Failures, Rates};
 use crate::auth::tokens::{Refusal, Tokens};
 use crate::compat::e2b;
 use crate::compat::e2b::E2bContext;
+use crate::compat::e2b::access::turn_away;
 use crate::compat::e2b::target::Target;
 use crate::error::{Code, Error, Result};
 
@@ -80,13 +81,14 @@ pub(crate) async fn forward(
     if !target.is_in_host
         && let Err(error) = check_source(request.headers(), request.uri(), gate.remote)
     {
-        return error.into_response();
+        return turn_away(&target, &error);
     }
     let address = peer_address(&request);
-    let (response, guessed) = e2b.forward(target, request).await;
+    let (response, guessed) = e2b.forward(target.clone(), request).await;
     match guessed.then(|| gate.failures.count(address, Instant::now())) {
         Some(Err(wait)) => {
-            too_many("too many requests without a good token; wait for the seconds in Retry-After", wait)
+            let text = "too many requests without a good token; wait for the seconds in Retry-After";
+            after(turn_away(&target, &Error::new(Code::RateLimited, text)), wait)
         }
         _ => response,
     }
@@ -174,7 +176,11 @@ impl Authenticator {
 
 /// A 429 with the seconds to wait.
 fn too_many(text: &str, wait: Duration) -> Response {
-    let mut response = Error::new(Code::RateLimited, text).into_response();
+    after(Error::new(Code::RateLimited, text).into_response(), wait)
+}
+
+/// A response with the time after which the client may try again.
+fn after(mut response: Response, wait: Duration) -> Response {
     let secs = wait.as_secs().saturating_add(1);
     response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(secs));
     response

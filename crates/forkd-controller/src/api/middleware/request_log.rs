@@ -22,6 +22,7 @@ use tracing::Instrument;
 use crate::api::error;
 use crate::auth::peer::Peer;
 use crate::auth::principal::Principal;
+use crate::compat::e2b::access::Guessed;
 use crate::compat::e2b::traffic::Answered;
 use crate::error::Reader;
 use crate::telemetry::Telemetry;
@@ -146,7 +147,12 @@ impl RequestRecord {
             let _ = self.identity.set(identity.clone());
         }
         let unknown = status == StatusCode::TOO_MANY_REQUESTS && self.identity.get().is_none();
-        if status == StatusCode::UNAUTHORIZED || unknown {
+        // A server in a guest may answer 401 for reasons of its own.
+        let refused = match response.extensions().get::<Answered>() {
+            Some(_) => response.extensions().get::<Guessed>().is_some(),
+            None => status == StatusCode::UNAUTHORIZED,
+        };
+        if refused || unknown {
             metrics.auth_failures.inc();
         }
         if let Some(context) = self.trace {

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::principal::Principal;
 use crate::compat::e2b::extract::Body;
+use crate::compat::e2b::fields::NoOthers;
 use crate::compat::e2b::sandboxes::{now_unix_ms, to_its_end, with_new_tokens};
 use crate::compat::e2b::types::{Connected, check_timeout};
 use crate::compat::e2b::{E2bContext, Found, not_found};
@@ -30,6 +31,8 @@ const MAX_CHILDREN: usize = 1000;
 pub(super) struct Fork {
     count: Option<usize>,
     timeout: Option<u64>,
+    #[serde(flatten)]
+    _others: NoOthers,
 }
 
 /// A child, or why there is none.

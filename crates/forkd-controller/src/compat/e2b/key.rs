@@ -11,7 +11,12 @@ const PREFIX: &str = "e2b_";
 pub(crate) fn token(headers: &HeaderMap) -> Option<&str> {
     let mut keys = headers.get_all(HEADER).iter();
     let key = keys.next()?.to_str().ok()?.trim();
-    keys.next().is_none().then(|| key.strip_prefix(PREFIX).unwrap_or(key))
+    keys.next().is_none().then(|| without_prefix(key))
+}
+
+/// The token in a key.
+pub(super) fn without_prefix(key: &str) -> &str {
+    key.strip_prefix(PREFIX).unwrap_or(key)
 }
 
 #[cfg(test)]

@@ -4,20 +4,23 @@
 //!
 //! - *Control requests* carry an API key, which is a token of this daemon ([`key`]), and pass the same middleware as
 //!   the daemon's own API. `sandboxes`, `deadline`, `snapshots` and `metrics` have their handlers, `types` their bodies, and
-//!   `error` the bodies of errors.
+//!   `error` the bodies of errors. `missing` lists the functions that are not here, and `fields` refuses fields.
 //! - *Sandbox requests* carry the sandbox's id and a port, in headers or in the host name, and the sandbox's own
-//!   tokens. [`traffic`] sends them into the guest: the port of E2B's agent to the guest's agent, which speaks the
-//!   same protocol, and any other port to that TCP port of the guest.
+//!   tokens, which `access` checks. [`traffic`] sends them into the guest: the port of E2B's agent to the guest's
+//!   agent, which speaks the same protocol, and any other port to that TCP port of the guest.
 //!
 //! A sandbox of this API is a sandbox of this daemon with an [`E2bState`](crate::sandbox::e2b::E2bState). A paused one
 //! is a suspended workspace that is called like the sandbox (`workspace::e2b`). docs/E2B.md is for users.
 
+pub(crate) mod access;
 mod deadline;
 pub(crate) mod error;
 mod extract;
+mod fields;
 mod fork;
 pub(crate) mod key;
 mod metrics;
+pub(crate) mod missing;
 mod names;
 mod sandboxes;
 mod signature;
@@ -29,15 +32,15 @@ mod types;
 use std::sync::Arc;
 
 use axum::Router;
-use axum::routing::{MethodRouter, any, delete, get, post};
+use axum::routing::{MethodRouter, delete, get, post};
 use tokio_util::sync::CancellationToken;
 
 use crate::auth::principal::{Principal, Scope};
 use crate::auth::tokens::Tokens;
 use crate::error::{Code, Error, Result};
-use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::registry::Registry;
+use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::task::{self, Task};
 use crate::workspace::{WorkspaceRecord, Workspaces};
@@ -46,8 +49,6 @@ use crate::workspace::{WorkspaceRecord, Workspaces};
 const ENVD_VERSION: &str = "0.6.13";
 /// The port of E2B's agent.
 const ENVD_PORT: u16 = 49983;
-/// The port of E2B's code interpreter.
-const CODE_PORT: u16 = 49999;
 
 /// The parts of the daemon that this API uses.
 #[derive(Debug, Clone)]
@@ -61,13 +62,14 @@ pub(crate) struct E2bContext {
 }
 
 /// The first parts of all paths of the control API.
-const PREFIXES: [&str; 14] = [
+const PREFIXES: [&str; 15] = [
     "/sandboxes",
     "/v2/sandboxes",
     "/snapshots",
     "/templates",
     "/v2/templates",
     "/v3/templates",
+    "/default-templates",
     "/volumes",
     "/volumecontent",
     "/secrets",
@@ -78,7 +80,12 @@ const PREFIXES: [&str; 14] = [
     "/events/sandboxes",
 ];
 
-/// Whether the path is one of the control API: errors have the bodies of that API.
+/// Whether errors of requests with this path have the bodies of the E2B API.
+pub(crate) fn has_errors(path: &str) -> bool {
+    has_path(path) || traffic::is_envd(path)
+}
+
+/// Whether the path is one of the control API.
 pub(crate) fn has_path(path: &str) -> bool {
     let under = |prefix: &&str| {
         path.strip_prefix(*prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -108,33 +115,9 @@ fn table() -> Vec<(&'static str, &'static str, MethodRouter<E2bContext>)> {
         ("DELETE", "/templates/{id}", delete(snapshots::remove)),
         ("GET", "/templates/aliases/{alias}", get(snapshots::alias)),
     ];
-    // The functions that are not here: each answers 501 with its name.
-    for (path, name) in [
-        ("/sandboxes/{id}/network", "changing a sandbox's network"),
-        ("/sandboxes/{id}/logs", "a sandbox's logs"),
-        ("/volumes", "volumes"),
-        ("/volumes/{*rest}", "volumes"),
-        ("/volumecontent/{*rest}", "volumes"),
-        ("/secrets", "secrets"),
-        ("/secrets/{*rest}", "secrets"),
-        ("/templates", "template builds"),
-        ("/templates/tags", "tags of templates"),
-        ("/templates/{id}/tags", "tags of templates"),
-        ("/templates/{id}/files/{hash}", "template builds"),
-        ("/templates/{id}/builds/{build}/status", "template builds"),
-        ("/v3/templates", "template builds"),
-        ("/v2/templates/{*rest}", "template builds"),
-    ] {
-        table.push(("any", path, any(move || missing(name))));
-    }
+    let missing = missing::ROUTES.iter();
+    table.extend(missing.map(|(path, name)| ("any", *path, missing::handler(name))));
     table
-}
-
-async fn missing(name: &'static str) -> Error {
-    Error::new(
-        Code::NotImplemented,
-        format!("{name}: forkd does not have this part of the E2B API; see docs/E2B.md"),
-    )
 }
 
 /// The router of the control API.
@@ -169,7 +152,7 @@ impl E2bContext {
     fn find(&self, id: &str) -> Result<Found> {
         if let Ok(sandbox) = self.registry.get(id) {
             let state = sandbox.read_runtime(|runtime| runtime.saved.e2b.clone());
-            let ended = matches!(sandbox.phase(), crate::sandbox::Phase::Ended(_));
+            let ended = matches!(sandbox.phase(), Phase::Ended(_));
             if let (Some(state), false) = (state, ended) {
                 return Ok(Found::Running(sandbox, state));
             }
@@ -207,6 +190,20 @@ impl E2bContext {
         let quota = self.tokens.quota_of(owner);
         Principal { owner: owner.to_owned(), quota, scope: Scope::Write, ..Principal::local() }
     }
+}
+
+/// Whether a client of the daemon's own API, or an idle time-out, paused the sandbox: it is in memory, and stands still.
+fn is_held(sandbox: &Sandbox) -> bool {
+    matches!(sandbox.phase(), Phase::Paused)
+        && !sandbox.waits_for_room()
+        && sandbox.check_not_suspending().is_ok()
+}
+
+/// Resumes a sandbox that is held.
+async fn go_on(sandbox: &Sandbox) -> Result<()> {
+    let _turn = sandbox.lock_exclusive().await?;
+    sandbox.check_not_suspending()?;
+    if is_held(sandbox) { sandbox.go_on().await } else { Ok(()) }
 }
 
 fn not_found(id: &str) -> Error {

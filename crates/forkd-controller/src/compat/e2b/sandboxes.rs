@@ -14,7 +14,7 @@ use crate::compat::e2b::extract::Body;
 use crate::compat::e2b::types::{
     Connect, Connected, Detail, Lifecycle, Listed, NewSandbox, Pause, Size, check_timeout,
 };
-use crate::compat::e2b::{E2bContext, Found, names, not_found};
+use crate::compat::e2b::{E2bContext, Found, go_on, is_held, names, not_found};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
 use crate::sandbox::cold_boot::start_children;
@@ -145,7 +145,14 @@ impl E2bContext {
                 }
                 Ok((resumed, sandbox))
             }
-            lengthened => lengthened.map(|()| (false, sandbox)),
+            lengthened => {
+                lengthened?;
+                let held = is_held(&sandbox);
+                if held {
+                    go_on(&sandbox).await?;
+                }
+                Ok((held, sandbox))
+            }
         }
     }
 }
@@ -178,7 +185,9 @@ pub(super) async fn resume(
     Path(id): Path<String>,
     Body(request): Body<Connect>,
 ) -> Result<Response> {
-    if let Found::Running(..) = e2b.find_for(&id, &who)? {
+    if let Found::Running(sandbox, _) = e2b.find_for(&id, &who)?
+        && !is_held(&sandbox)
+    {
         return Err(Error::new(Code::SandboxBusy, format!("sandbox {id} is running already")));
     }
     connect(State(e2b), Extension(who), Path(id), Body(request)).await
@@ -267,7 +276,7 @@ fn listed(e2b: &E2bContext, found: &Found) -> Listed {
             let plain = Size { vcpus: spec.vcpus, mem_mib: spec.mem_mib, disk_mib: 0 };
             let size = spec.guest.as_ref().map_or(plain, size);
             let end_at = sandbox.read_runtime(|runtime| runtime.saved.deadline_unix);
-            Listed::new(&sandbox.id, state, size, end_at, false)
+            Listed::new(&sandbox.id, state, size, end_at, is_held(sandbox))
         }
         Found::Paused(record, state) => {
             Listed::new(&record.name, state, size_of(e2b, record), record.kill_at_unix, true)
@@ -418,6 +427,7 @@ fn page(e2b: &E2bContext, who: &Principal, filter: &Filter) -> (Vec<Listed>, Opt
     for id in ids {
         let Ok(it) = e2b.find_for(&id, who) else { continue };
         let (wanted, state) = match &it {
+            Found::Running(sandbox, state) if is_held(sandbox) => (filter.paused, state),
             Found::Running(_, state) => (filter.running, state),
             Found::Paused(_, state) => (filter.paused, state),
         };

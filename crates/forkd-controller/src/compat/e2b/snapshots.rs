@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::auth::principal::{Principal, SHARED};
 use crate::branch::BranchSpec;
 use crate::compat::e2b::extract::Body;
+use crate::compat::e2b::fields::NoOthers;
 use crate::compat::e2b::names::{MAX_NAME, missing, without_default};
 use crate::compat::e2b::sandboxes::to_its_end;
 use crate::compat::e2b::{E2bContext, Found, not_found};
@@ -36,6 +37,8 @@ pub(super) struct NewSnapshot {
     name: Option<String>,
     /// `false`: the disks alone, so that a sandbox of it boots.
     memory: Option<bool>,
+    #[serde(flatten)]
+    _others: NoOthers,
 }
 
 /// A snapshot, for its maker.

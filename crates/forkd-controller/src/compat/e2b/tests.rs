@@ -1,5 +1,7 @@
 //! The E2B API over real routes, with a fake guest.
 
+mod access;
+
 use std::sync::Arc;
 
 use axum::http::Method;
@@ -405,11 +407,22 @@ async fn control_requests_show_and_lengthen_a_life_and_errors_have_the_clients_s
         ("POST /v2/sandboxes", Some(json!({"templateID": "none"})), 404),
         ("POST /v2/sandboxes", Some(json!({"templateID": "base", "mcp": {"x": {"y": "z"}}})), 501),
         ("GET /volumes", None, 501),
-        ("GET /sandboxes/none/none/none", None, 404),
+        ("GET /templates/base", None, 501),
+        ("PATCH /templates/base", Some(json!({"public": true})), 501),
+        ("GET /v2/templates", None, 501),
+        ("GET /sandboxes/metrics?sandbox_ids=a", None, 501),
+        ("GET /sandboxes/none/none/none", None, 501),
+        ("POST /v2/sandboxes", Some(json!({"templateID": "base", "allowInternetAccess": false})), 400),
     ] {
         let (got, error) = daemon.json(line, body).await;
         assert_eq!((got, &error["code"]), (status, &json!(status)), "{line}: {error}");
         assert!(!error["message"].as_str().unwrap().is_empty(), "{error}");
+    }
+    for (path, name) in super::missing::ROUTES {
+        let path = path.replace("{*rest}", "a/b").replace(['{', '}'], "");
+        let (got, error) = daemon.json(&format!("PUT {path}"), None).await;
+        assert_eq!((got, &error["code"]), (501, &json!(501)), "{path}: {error}");
+        assert!(error["message"].as_str().unwrap().starts_with(name), "{path}: {error}");
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! `target` finds the sandbox and the port of a request. The agent's port needs the sandbox's
 //! access token, the code interpreter's port that or the traffic token, and any other port the traffic token if the
-//! sandbox's ports are not public. A request to a paused sandbox resumes it, if its client wanted that.
+//! sandbox's ports are not public (`access`). A request to a paused sandbox resumes it, if its client wanted that.
 
 use std::sync::Arc;
 
@@ -10,27 +10,30 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use axum::http::{Method, StatusCode};
-use axum::response::{IntoResponse, Response};
-use forkd_protocol::agent::{DEFAULT_USER_HEADER, TOKEN_HEADER};
+use axum::response::Response;
+use forkd_protocol::agent::{CODE_PORT, DEFAULT_USER_HEADER, TOKEN_HEADER};
 use forkd_protocol::connect;
 use futures_util::StreamExt;
 use http_body_util::BodyExt;
 use hyper_util::rt::TokioIo;
-use serde_json::json;
 use subtle::ConstantTimeEq;
 use tokio_util::sync::CancellationToken;
 
 use crate::agent;
 use crate::auth::principal::{Principal, Scope};
+use crate::compat::e2b::access::{
+    Guessed, check_token, has_access, is_health, not_running, refuse, remove_tokens, unauthenticated,
+    unsigned,
+};
 use crate::compat::e2b::signature::Signed;
 use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
-use crate::compat::e2b::{CODE_PORT, E2bContext, ENVD_PORT, Found};
+use crate::compat::e2b::{E2bContext, ENVD_PORT, Found, go_on, is_held};
 use crate::error::{Code, Error};
 use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
+use crate::sandbox::forwards::MAX_FORWARDS;
 use crate::telemetry::audit::AuditTarget;
 use crate::util::task::{self, Task};
-use crate::util::time::now_unix;
 
 /// The user that a request acts as when it names none.
 const USER: &str = "user";
@@ -51,43 +54,12 @@ const NOT_FORWARDED: [&str; 9] = [
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answered;
 
-/// A response that clients of E2B's proxy parse.
-fn refuse(status: StatusCode, id: &str, message: impl Into<String>) -> Response {
-    let body = json!({ "sandboxId": id, "message": message.into(), "code": status.as_u16() });
-    (status, axum::Json(body)).into_response()
-}
-
-fn not_running(id: &str) -> Response {
-    refuse(StatusCode::BAD_GATEWAY, id, "The sandbox was not found")
-}
-
-/// A request without a good token, in the shape of the protocol that the path belongs to.
-fn unauthenticated(path: &str, id: &str, message: &str) -> Response {
-    match path.contains(".") {
-        true => {
-            let body = json!({ "code": "unauthenticated", "message": message });
-            (StatusCode::UNAUTHORIZED, axum::Json(body)).into_response()
-        }
-        false => refuse(StatusCode::UNAUTHORIZED, id, message),
-    }
-}
-
-fn equal(given: Option<&HeaderValue>, secret: &str) -> bool {
-    given.is_some_and(|given| given.as_bytes().ct_eq(secret.as_bytes()).into())
-}
-
 impl E2bContext {
     /// Answers a sandbox request. The second value is whether it had a wrong token.
     pub(crate) async fn forward(&self, target: Target, request: Request) -> (Response, bool) {
-        let forwarded = self.attempt(&target, request).await;
-        let (mut response, guessed) = match forwarded {
-            Ok(response) => (response, false),
-            Err(response) => {
-                let guessed = response.status() == StatusCode::UNAUTHORIZED;
-                (response, guessed)
-            }
-        };
+        let mut response = self.attempt(&target, request).await.unwrap_or_else(|refused| refused);
         response.extensions_mut().insert(Answered);
+        let guessed = response.extensions().get::<Guessed>().is_some();
         (response, guessed)
     }
 
@@ -106,8 +78,7 @@ impl E2bContext {
             Named::Token(token) => {
                 let is_its = |state: &E2bState| state.access_token.as_bytes().ct_eq(token.as_bytes()).into();
                 // Clients ask so whether their sandbox runs.
-                let is_health = request.uri().path() == "/health";
-                self.with_state(is_its).ok_or_else(|| match is_health {
+                self.with_state(is_its).ok_or_else(|| match is_health(target.port, &request) {
                     true => not_running(""),
                     false => unauthenticated(
                         request.uri().path(),
@@ -119,9 +90,7 @@ impl E2bContext {
             Named::Signature(signed) => {
                 let is_by = signed.by_token();
                 let signer = self.with_state(|state| is_by(&state.access_token));
-                signer.ok_or_else(|| {
-                    refuse(StatusCode::UNAUTHORIZED, "", "the signature is of no sandbox that runs here")
-                })?
+                signer.ok_or_else(|| unsigned("", "the signature is of no sandbox that runs here"))?
             }
         };
         let (id, owner, state) = match &found {
@@ -130,14 +99,17 @@ impl E2bContext {
         };
         check_token(target.port, &request, signed.as_ref(), &id, state)?;
         if let Some(signed) = &signed
-            && !equal(request.headers().get(TOKEN_HEADER), &state.access_token)
+            && !has_access(request.headers(), state)
             && let Ok(uri) = format!("/files?{}", signed.query()).parse()
         {
             *request.uri_mut() = uri;
         }
+        // Any client that knows the id may ask for a sandbox's health. That alone must not start it.
+        let wakes = !is_health(target.port, &request) || has_access(request.headers(), state);
+        remove_tokens(request.headers_mut(), &self.tokens);
         let who = Principal { name: format!("e2b:{id}"), owner, scope: Scope::Write, ..Principal::local() };
         let forwarded = async {
-            let sandbox = self.awake(found).await?;
+            let sandbox = self.awake(found, wakes).await?;
             forward_to(&sandbox, target.port, request, &self.stopping).await
         };
         let answered = forwarded.await;
@@ -168,13 +140,13 @@ impl E2bContext {
         self.workspaces.find_paused(fits).map(|(record, state)| Found::Paused(Box::new(record), state))
     }
 
-    /// The sandbox of a request, resumed if it is paused and its client wanted that.
+    /// The sandbox of a request, resumed if it is paused, its client wanted that, and the request is one that `wakes`.
     #[allow(clippy::result_large_err)]
-    async fn awake(&self, found: Found) -> Result<Arc<Sandbox>, Response> {
+    async fn awake(&self, found: Found, wakes: bool) -> Result<Arc<Sandbox>, Response> {
         let sandbox = match found {
             // It is being paused: then a request resumes it, if its client wanted that.
             Found::Running(sandbox, state)
-                if state.auto_resume && sandbox.check_not_suspending().is_err() =>
+                if state.auto_resume && wakes && sandbox.check_not_suspending().is_err() =>
             {
                 let id = sandbox.id.clone();
                 self.wake(&id, None, &self.owner(&sandbox.spec.owner))
@@ -182,8 +154,17 @@ impl E2bContext {
                     .map_err(|error| unavailable(&id, &error))?
                     .1
             }
+            Found::Running(sandbox, state) if is_held(&sandbox) => {
+                if !wakes || !(state.auto_resume || sandbox.is_auto_paused()) {
+                    return Err(not_running(&sandbox.id));
+                }
+                go_on(&sandbox).await.map_err(|error| unavailable(&sandbox.id, &error))?;
+                sandbox
+            }
             Found::Running(sandbox, _) => sandbox,
-            Found::Paused(record, state) if !state.auto_resume => return Err(not_running(&record.name)),
+            Found::Paused(record, state) if !(state.auto_resume && wakes) => {
+                return Err(not_running(&record.name));
+            }
             Found::Paused(record, _) => {
                 let woken = self.wake(&record.name, None, &self.owner(&record.owner)).await;
                 woken
@@ -218,45 +199,8 @@ fn unavailable(id: &str, error: &Error) -> Response {
     }
 }
 
-#[allow(clippy::result_large_err)]
-fn check_token(
-    port: u16,
-    request: &Request,
-    signed: Option<&Signed>,
-    id: &str,
-    state: &E2bState,
-) -> Result<(), Response> {
-    let (headers, path) = (request.headers(), request.uri().path());
-    let has_access = || equal(headers.get(TOKEN_HEADER), &state.access_token);
-    let has_traffic = || equal(headers.get(TRAFFIC_TOKEN), &state.traffic_token);
-    match port {
-        0 => Err(refuse(StatusCode::BAD_REQUEST, id, "E2b-Sandbox-Port must be a port, 1 to 65535")),
-        ENVD_PORT if path == "/health" && request.method() == Method::GET => Ok(()),
-        ENVD_PORT => match signed {
-            _ if has_access() => Ok(()),
-            Some(signed) if signed.has_expired(now_unix()) => {
-                Err(refuse(StatusCode::UNAUTHORIZED, id, "the signature has expired; sign the address again"))
-            }
-            Some(signed) if signed.is_by(&state.access_token) => Ok(()),
-            Some(_) => Err(refuse(StatusCode::UNAUTHORIZED, id, "the signature is wrong")),
-            None => {
-                let text =
-                    "the access token is missing or wrong; connect to the sandbox with the API key to get it";
-                Err(unauthenticated(path, id, text))
-            }
-        },
-        // It runs code: never public.
-        CODE_PORT if !has_access() && !has_traffic() => {
-            Err(refuse(StatusCode::FORBIDDEN, id, "the token for the code interpreter is missing or wrong"))
-        }
-        CODE_PORT => Ok(()),
-        _ if state.public_traffic || has_traffic() => Ok(()),
-        _ => Err(refuse(StatusCode::FORBIDDEN, id, "the traffic access token is missing or wrong")),
-    }
-}
-
 /// Whether E2B's agent has the path. The guest's agent has more: calls that only the daemon may send.
-fn is_envd(path: &str) -> bool {
+pub(super) fn is_envd(path: &str) -> bool {
     matches!(path, "/health" | "/files")
         || path.starts_with("/process.Process/")
         || path.starts_with("/filesystem.Filesystem/")
@@ -278,7 +222,12 @@ async fn forward_to(
         let text = format!("E2B's agent has no {}", request.uri().path());
         return Err(refuse(StatusCode::NOT_FOUND, &sandbox.id, text));
     }
-    let in_use = sandbox.in_use();
+    let Some(place) = sandbox.forwards.enter(matches!(port, ENVD_PORT | CODE_PORT)) else {
+        let text =
+            format!("{MAX_FORWARDS} requests to the sandbox are under way; try again when some are done");
+        return Err(refuse(StatusCode::SERVICE_UNAVAILABLE, &sandbox.id, text));
+    };
+    let in_use = (sandbox.in_use(), place);
     let upgrade = request.headers().get(header::UPGRADE).cloned();
     let client = upgrade.as_ref().map(|_| hyper::upgrade::on(&mut request));
     let (mut parts, body) = request.into_parts();
@@ -413,40 +362,5 @@ mod tests {
         }
         strip(&mut headers);
         assert_eq!(headers.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["authorization"]);
-    }
-
-    #[test]
-    fn each_port_needs_its_token() {
-        let state = E2bState {
-            access_token: "access".into(),
-            traffic_token: "traffic".into(),
-            public_traffic: true,
-            ..E2bState::default()
-        };
-        let closed = E2bState { public_traffic: false, ..state.clone() };
-        let ask = |state: &E2bState, port: u16, path: &str, headers: &[(&'static str, &'static str)]| {
-            let mut request = axum::http::Request::builder().uri(path);
-            for (name, value) in headers {
-                request = request.header(*name, *value);
-            }
-            let request = request.body(Body::empty()).unwrap();
-            let refused = check_token(port, &request, None, "sb1", state).err();
-            refused.map_or(200, |response| response.status().as_u16())
-        };
-        let (access, traffic) = ([("x-access-token", "access")], [("e2b-traffic-access-token", "traffic")]);
-        assert_eq!(ask(&state, ENVD_PORT, "/health", &[]), 200);
-        for path in ["/files?path=a", "/process.Process/List"] {
-            assert_eq!(ask(&state, ENVD_PORT, path, &[]), 401);
-            assert_eq!(ask(&state, ENVD_PORT, path, &traffic), 401);
-            assert_eq!(ask(&state, ENVD_PORT, path, &[("x-access-token", "accesses")]), 401);
-            assert_eq!(ask(&state, ENVD_PORT, path, &access), 200);
-        }
-        assert_eq!(ask(&state, CODE_PORT, "/execute", &[]), 403);
-        assert_eq!(ask(&state, CODE_PORT, "/execute", &traffic), 200);
-        assert_eq!(ask(&state, CODE_PORT, "/execute", &access), 200);
-        assert_eq!(ask(&state, 8000, "/", &[]), 200);
-        assert_eq!(ask(&closed, 8000, "/", &[]), 403);
-        assert_eq!(ask(&closed, 8000, "/", &traffic), 200);
-        assert_eq!(ask(&state, 0, "/", &access), 400);
     }
 }

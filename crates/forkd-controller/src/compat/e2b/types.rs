@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::compat::e2b::ENVD_VERSION;
+use crate::compat::e2b::fields::{NoOthers, is_absent, is_empty};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::e2b::{DEFAULT_TIMEOUT_SECS, E2bState};
 
@@ -15,6 +16,10 @@ use crate::sandbox::e2b::{DEFAULT_TIMEOUT_SECS, E2bState};
 const CLIENT: &str = "forkd";
 /// The most bytes of a sandbox's metadata.
 const MAX_METADATA: usize = 16 << 10;
+
+/// The fields of `network` that this daemon does not have. docs/E2B.md lists them.
+const NETWORK: [&str; 7] =
+    ["allowOut", "denyOut", "dnsServers", "egressProxy", "rules", "maskRequestHost", "httpsPorts"];
 
 /// `POST /sandboxes`.
 #[derive(Debug, Default, Deserialize)]
@@ -34,23 +39,16 @@ pub(super) struct NewSandbox {
     mcp: Option<Value>,
     iam: Option<Value>,
     volume_mounts: Option<Value>,
+    #[serde(flatten)]
+    _others: NoOthers,
 }
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct AutoResume {
     pub(super) enabled: bool,
-}
-
-/// Whether a client that sends this asks for nothing.
-fn is_empty(value: &Value) -> bool {
-    match value {
-        Value::Null | Value::Bool(false) => true,
-        Value::String(text) => text.is_empty(),
-        Value::Array(items) => items.is_empty(),
-        Value::Object(fields) => fields.values().all(is_empty),
-        Value::Bool(true) | Value::Number(_) => false,
-    }
+    #[serde(flatten)]
+    _others: NoOthers,
 }
 
 fn unsupported(field: &str) -> Error {
@@ -74,9 +72,12 @@ impl NewSandbox {
             return Err(Error::invalid("network.allowPublicTraffic must be true or false"));
         }
         let network = self.network.iter().flatten();
-        if let Some((name, _)) =
-            network.into_iter().find(|(name, value)| *name != "allowPublicTraffic" && !is_empty(value))
-        {
+        let asks = |(name, value): &(&String, &Value)| match name.as_str() {
+            "allowPublicTraffic" => false,
+            name if NETWORK.contains(&name) => !is_empty(value),
+            _ => !is_absent(value),
+        };
+        if let Some((name, _)) = network.into_iter().find(asks) {
             return Err(unsupported(&format!("network.{name}")));
         }
         let metadata = self.metadata.iter().flatten().map(|(key, value)| key.len() + value.len());
@@ -118,12 +119,16 @@ pub(super) struct Connect {
     pub(super) timeout: Option<u64>,
     /// `false`: boot a paused sandbox anew, from its disks.
     pub(super) memory: Option<bool>,
+    #[serde(flatten)]
+    _others: NoOthers,
 }
 
 /// `timeout`.
 #[derive(Debug, Deserialize)]
 pub(super) struct SetTimeout {
     pub(super) timeout: u64,
+    #[serde(flatten)]
+    _others: NoOthers,
 }
 
 /// `refreshes`.
@@ -131,6 +136,8 @@ pub(super) struct SetTimeout {
 #[serde(default)]
 pub(super) struct Refresh {
     pub(super) duration: Option<u64>,
+    #[serde(flatten)]
+    _others: NoOthers,
 }
 
 /// `pause`.
@@ -139,6 +146,8 @@ pub(super) struct Refresh {
 pub(super) struct Pause {
     pub(super) memory: Option<bool>,
     pub(super) require_healthy_guest: Option<bool>,
+    #[serde(flatten)]
+    _others: NoOthers,
 }
 
 /// A sandbox, for its maker.
@@ -297,6 +306,9 @@ mod tests {
                 json!({"network": {"rules": {"a.b": [{"transform": {"headers": {"k": "v"}}}]}}}),
             ),
             ("network.egressProxy", json!({"network": {"egressProxy": {"address": "x:1"}}})),
+            ("network.maskRequestHost", json!({"network": {"maskRequestHost": "a.b"}})),
+            ("network.httpsPorts", json!({"network": {"httpsPorts": [443]}})),
+            ("network.allowInternetAccess", json!({"network": {"allowInternetAccess": false}})),
         ] {
             let error = parse(value).check().unwrap_err();
             assert_eq!(error.code(), Code::NotImplemented);
@@ -308,6 +320,27 @@ mod tests {
         for unclear in [json!("false"), json!(0), json!([])] {
             let error = parse(json!({"network": {"allowPublicTraffic": unclear}})).check().unwrap_err();
             assert_eq!(error.code(), Code::InvalidRequest, "ports must not stay public: {error}");
+        }
+    }
+
+    #[test]
+    fn a_field_of_another_name_is_refused_and_not_ignored() {
+        let closes = json!({"templateID": "base", "allowInternetAccess": false});
+        let error = serde_json::from_value::<NewSandbox>(closes).unwrap_err();
+        assert!(error.to_string().contains("`allowInternetAccess`"), "{error}");
+        for (body, field) in [(json!({"memry": false}), "memry"), (json!({"keepMemory": true}), "keepMemory")]
+        {
+            let error = serde_json::from_value::<Pause>(body).unwrap_err();
+            assert!(error.to_string().contains(field), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_page_lists_every_field_that_is_not_here() {
+        let page = include_str!("../../../../../docs/E2B.md");
+        let (_, list) = page.split_once("## What is not there").unwrap();
+        for field in NETWORK.iter().chain(&["mcp", "iam", "volumeMounts"]) {
+            assert!(list.contains(&format!("`{field}`")), "{field}");
         }
     }
 
