@@ -15,7 +15,7 @@ const MAX_JSON: usize = 96 << 20;
 /// The longest body of an error that is read.
 pub(crate) const MAX_ERROR: usize = 64 << 10;
 /// The time in which the daemon must reply to a request that only looks something up.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The REST API of a daemon, with the rights of one client.
 pub trait Api: Send + Sync + 'static {
@@ -76,7 +76,7 @@ impl ApiRequest {
             idempotency_key: None,
             skip: 0,
             limit: MAX_JSON,
-            patience: PATIENCE,
+            patience: TIMEOUT,
         }
     }
 

@@ -33,7 +33,7 @@ mod store;
 mod waits;
 
 pub use database::{
-    Answer, Begun, Change, Database, GoneSandbox, MadeSandbox, Quota, Scope, TemplateName, Token, TokenHash,
+    Answer, ArchiveEntry, Begun, Change, Database, MadeSandbox, Quota, Scope, TemplateName, Token, TokenHash,
 };
 pub use draft::{Contents, Draft};
 pub use error::{Error, Result};

@@ -31,7 +31,7 @@ pub(crate) struct ChildrenArgs {
     pub(crate) env: Vec<(String, String)>,
 
     #[command(flatten)]
-    pub(crate) life: LifetimeArgs,
+    pub(crate) lifetime: LifetimeArgs,
 }
 
 /// Parses the id of a sandbox to fork.

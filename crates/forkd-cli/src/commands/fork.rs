@@ -203,7 +203,7 @@ fn request(args: &ChildrenArgs) -> Value {
     if !args.env.is_empty() {
         body["env"] = json!(args.env.iter().cloned().collect::<BTreeMap<_, _>>());
     }
-    update::add_lifetime(&mut body, &args.life);
+    update::add_lifetime(&mut body, &args.lifetime);
     body
 }
 

@@ -14,20 +14,20 @@ use crate::client::types::{self, Sandbox};
 use crate::ui;
 
 /// Adds the time-outs and labels on the command line to a request for sandboxes.
-pub(super) fn add_lifetime(body: &mut Value, life: &LifetimeArgs) {
-    if !life.label.is_empty() {
-        body["labels"] = labels(&life.label);
+pub(super) fn add_lifetime(body: &mut Value, lifetime: &LifetimeArgs) {
+    if !lifetime.label.is_empty() {
+        body["labels"] = labels(&lifetime.label);
     }
-    if let Some(secs) = life.ttl {
+    if let Some(secs) = lifetime.ttl {
         body["timeout_secs"] = json!(secs);
     }
-    if let Some(secs) = life.idle {
+    if let Some(secs) = lifetime.idle {
         body["idle_timeout_secs"] = json!(secs);
     }
-    if let Some(action) = life.on_timeout {
+    if let Some(action) = lifetime.on_timeout {
         body["on_timeout"] = json!(OnTimeout::from(action));
     }
-    if let Some(tag) = &life.suspend_as {
+    if let Some(tag) = &lifetime.suspend_as {
         body["suspend_as"] = json!(tag);
     }
 }
@@ -116,7 +116,7 @@ mod tests {
             panic!()
         };
         let mut body = json!({});
-        add_lifetime(&mut body, &spawn.children.life);
+        add_lifetime(&mut body, &spawn.children.lifetime);
         let asked = json!({ "labels": { "a": "b=c", "d": "" }, "timeout_secs": 9, "idle_timeout_secs": 8,
                             "on_timeout": "suspend", "suspend_as": "x" });
         assert_eq!(body, asked);

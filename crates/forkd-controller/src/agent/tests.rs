@@ -10,9 +10,9 @@ use tokio::net::{UnixListener, UnixStream};
 use super::*;
 
 /// The time limit for peers that respond, on a busy computer too.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limit for peers that never respond.
-const LITTLE_PATIENCE: Duration = Duration::from_millis(600);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(600);
 
 /// A peer's behaviour on a connection, after the `CONNECT` line.
 trait Behave: Fn(BufReader<UnixStream>) -> Self::Done + Send + Sync + 'static {
@@ -28,7 +28,7 @@ where
 
 /// A client of a peer with this behaviour.
 fn agent_of(behave: impl Behave) -> (Agent, tempfile::TempDir) {
-    agent_with(PATIENCE, behave)
+    agent_with(TIMEOUT, behave)
 }
 
 fn agent_with(patience: Duration, behave: impl Behave) -> (Agent, tempfile::TempDir) {
@@ -127,7 +127,7 @@ async fn the_agents_own_error_keeps_its_code_and_words() {
         let body = br#"{"code":"failed_precondition","message":"no Python here"}"#;
         respond(&mut stream, "400 Bad Request", "application/json", body).await
     });
-    let error = agent.eval(&EvalRequest::default(), PATIENCE).await.unwrap_err();
+    let error = agent.eval(&EvalRequest::default(), TIMEOUT).await.unwrap_err();
     assert!(matches!(&error, Error::Refused(e) if e.code == Code::FailedPrecondition), "{error:?}");
     assert_eq!(error.to_string(), "no Python here");
 }
@@ -149,7 +149,7 @@ async fn an_agent_without_room_for_a_connection_refuses_no_call() {
 async fn a_port_without_a_listener_is_unreachable() {
     let (agent, _folder) = agent_of(|_| async { Ok(()) });
     assert!(matches!(agent.ping().await.unwrap_err(), Error::Unreachable(_)));
-    let gone = Agent::new(Endpoint::Vsock { socket: "/nonexistent".into(), port: 1 }, PATIENCE);
+    let gone = Agent::new(Endpoint::Vsock { socket: "/nonexistent".into(), port: 1 }, TIMEOUT);
     assert!(matches!(gone.ping().await.unwrap_err(), Error::Unreachable(_)));
 }
 
@@ -158,7 +158,7 @@ async fn garbage_instead_of_ok_is_refused_without_reading_on() {
     for garbage in [&b"NO\n"[..], b"\n", b"OK", &[b'x'; 4096], &[0xff; 100]] {
         // The client waits only for the rest of what may become a valid line.
         let waits = garbage == b"OK";
-        let patience = if waits { LITTLE_PATIENCE } else { PATIENCE };
+        let patience = if waits { SHORT_TIMEOUT } else { TIMEOUT };
         let (agent, _folder) = agent_with(patience, move |mut stream: BufReader<UnixStream>| async move {
             stream.write_all(garbage).await?;
             stream.read_u8().await.map(|_| ())
@@ -226,7 +226,7 @@ fn answering(body: Vec<u8>) -> (Agent, tempfile::TempDir) {
 async fn a_long_answer_takes_its_room_and_where_few_words_are_due_there_is_none() {
     let body = format!(r#"{{"stdout":"{}","resultJson":[{{"":0}}, 1]}}"#, "x".repeat(2 << 20)).into_bytes();
     let (agent, _folder) = answering(body.clone());
-    let (answer, room) = agent.eval(&EvalRequest::default(), PATIENCE).await.unwrap();
+    let (answer, room) = agent.eval(&EvalRequest::default(), TIMEOUT).await.unwrap();
     assert_eq!((answer.stdout.len(), room.taken()), (2 << 20, body.len()));
     assert_eq!(answer.result_json.unwrap().get(), r#"[{"":0}, 1]"#, "as it came, and no larger");
     let error = agent.ping().await.unwrap_err();
@@ -251,7 +251,7 @@ async fn silence_ends_with_a_timeout_wherever_it_begins() {
     ];
     for (line, answer) in told {
         let (agent, _folder) =
-            agent_with(LITTLE_PATIENCE, move |mut stream: BufReader<UnixStream>| async move {
+            agent_with(SHORT_TIMEOUT, move |mut stream: BufReader<UnixStream>| async move {
                 stream.write_all(line).await?;
                 request(&mut stream).await?;
                 stream.write_all(answer).await?;
@@ -259,10 +259,10 @@ async fn silence_ends_with_a_timeout_wherever_it_begins() {
             });
         let begun = Instant::now();
         assert!(matches!(agent.ping().await.unwrap_err(), Error::Timeout(_)));
-        assert!(begun.elapsed() < PATIENCE / 2);
+        assert!(begun.elapsed() < TIMEOUT / 2);
     }
     // Starting a process waits only for the head of the response.
-    let (agent, _folder) = agent_with(LITTLE_PATIENCE, |stream| async move {
+    let (agent, _folder) = agent_with(SHORT_TIMEOUT, |stream| async move {
         let _open = stream;
         std::future::pending().await
     });

@@ -185,12 +185,15 @@ pub fn openapi() -> String {
     document.to_pretty_json().unwrap_or_default() + "\n"
 }
 
-/// The API for TCP clients that `gate` admits.
-pub(crate) fn for_tcp(app: ApiContext, gate: Authenticator) -> Router {
+/// The API for TCP clients that `authenticator` admits.
+pub(crate) fn for_tcp(app: ApiContext, authenticator: Authenticator) -> Router {
     let telemetry = app.registry.host.telemetry.clone();
     let e2b = app.e2b();
-    let checked = served(app).layer(from_fn_with_state(gate.clone(), authenticate::check));
-    request_log::watched(checked.layer(from_fn_with_state((gate, e2b), authenticate::forward)), telemetry)
+    let checked = served(app).layer(from_fn_with_state(authenticator.clone(), authenticate::check));
+    request_log::watched(
+        checked.layer(from_fn_with_state((authenticator, e2b), authenticate::forward)),
+        telemetry,
+    )
 }
 
 /// The API for clients of the unix socket, which its file permissions admit.

@@ -36,7 +36,7 @@ const MAX_LIMIT: u64 = 1 << 40;
 /// How often the daemon checks whether a token in use is still good.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// The longest lifetime of a token: 100 years.
-const MAX_LIFE_SECS: u64 = 100 * 366 * 24 * 3600;
+const MAX_LIFETIME_SECS: u64 = 100 * 366 * 24 * 3600;
 
 /// All tokens of a daemon. Calls that change something block.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ pub(crate) struct TokenSpec {
 
 /// Why a token is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum TokenError {
     Unknown,
     Expired,
 }
@@ -109,9 +109,9 @@ impl Tokens {
     }
 
     /// The principal of the token `secret`.
-    pub(crate) fn find(&self, secret: &str, now_unix: u64) -> std::result::Result<Principal, Refusal> {
+    pub(crate) fn find(&self, secret: &str, now_unix: u64) -> std::result::Result<Principal, TokenError> {
         if secret.len() > MAX_TOKEN {
-            return Err(Refusal::Unknown);
+            return Err(TokenError::Unknown);
         }
         let (known, hash) = (self.known(), hash(secret));
         let first = known.first.as_ref().map(|(first, _)| first.ct_eq(&hash));
@@ -123,9 +123,9 @@ impl Tokens {
             return Ok(Principal { proof: Some(Proof(hash)), ..Principal::default_token() });
         }
         let found = usize::try_from(found).ok().and_then(|index| known.named.get(index));
-        let (token, _) = found.ok_or(Refusal::Unknown)?;
+        let (token, _) = found.ok_or(TokenError::Unknown)?;
         if token.expires_at_unix.is_some_and(|at| at <= now_unix) {
-            return Err(Refusal::Expired);
+            return Err(TokenError::Expired);
         }
         let Token { name, owner, scope, quota, .. } = token.clone();
         Ok(Principal { name, owner, scope, quota, proof: Some(Proof(hash)) })
@@ -271,8 +271,8 @@ impl TokenSpec {
         if [max_sandboxes, max_memory_mib, max_snapshots].iter().flatten().any(|max| *max > MAX_LIMIT) {
             return Err(Error::invalid(format!("a limit can be at most {MAX_LIMIT}")));
         }
-        if self.expires_in_secs.is_some_and(|secs| !(1..=MAX_LIFE_SECS).contains(&secs)) {
-            return Err(Error::invalid(format!("expires_in_secs must be 1 to {MAX_LIFE_SECS}")));
+        if self.expires_in_secs.is_some_and(|secs| !(1..=MAX_LIFETIME_SECS).contains(&secs)) {
+            return Err(Error::invalid(format!("expires_in_secs must be 1 to {MAX_LIFETIME_SECS}")));
         }
         Ok(Token {
             name: self.name,
@@ -418,12 +418,12 @@ mod tests {
         let new = "n".repeat(40);
         write(&path, &new, true).unwrap();
         tokens.refresh().unwrap();
-        assert_eq!(tokens.find(&old, 0), Err(Refusal::Unknown));
+        assert_eq!(tokens.find(&old, 0), Err(TokenError::Unknown));
         assert!(tokens.find(&new, 0).is_ok());
         std::fs::write(&path, "x").unwrap();
         assert!(tokens.refresh().is_err());
         assert!(tokens.refresh().is_ok(), "told once");
-        assert_eq!(tokens.find(&new, 0), Err(Refusal::Unknown));
+        assert_eq!(tokens.find(&new, 0), Err(TokenError::Unknown));
         std::fs::remove_file(&path).unwrap();
         assert!(tokens.refresh().is_ok(), "there was none before, either");
         write(&path, &new, true).unwrap();
@@ -440,9 +440,9 @@ mod tests {
         assert_eq!((token.owner.as_str(), token.expires_at_unix), ("ci", Some(110)));
         let who = tokens.find(&secret, 109).unwrap();
         assert_eq!((who.name.as_str(), who.scope, who.quota.max_sandboxes), ("ci", Scope::Write, Some(2)));
-        assert_eq!(tokens.find(&secret, 110), Err(Refusal::Expired));
+        assert_eq!(tokens.find(&secret, 110), Err(TokenError::Expired));
         for wrong in ["", "fk_", &secret[..66], &format!("{secret}0"), &secret.to_uppercase()] {
-            assert_eq!(tokens.find(wrong, 0), Err(Refusal::Unknown), "{wrong}");
+            assert_eq!(tokens.find(wrong, 0), Err(TokenError::Unknown), "{wrong}");
         }
         let database = std::fs::read(folder.path().join("forkd.db")).unwrap();
         let log = std::fs::read(folder.path().join("forkd.db-wal")).unwrap_or_default();
@@ -450,7 +450,7 @@ mod tests {
         assert!(!stored.windows(secret.len()).any(|window| window == secret.as_bytes()));
 
         let (_, other) = tokens.rotate("ci").unwrap();
-        assert_eq!(tokens.find(&secret, 0), Err(Refusal::Unknown));
+        assert_eq!(tokens.find(&secret, 0), Err(TokenError::Unknown));
         assert!(tokens.find(&other, 0).is_ok());
         let first = shown(folder.path());
         let (rotated, new) = tokens.rotate("default").unwrap();
@@ -458,7 +458,7 @@ mod tests {
         assert!(tokens.find(&first, 0).is_err() && tokens.find(&new, 0).is_ok());
         assert_eq!(tokens.list().iter().map(|it| it.name.as_str()).collect::<Vec<_>>(), ["default", "ci"]);
         tokens.remove("ci").unwrap();
-        assert_eq!(tokens.find(&other, 0), Err(Refusal::Unknown));
+        assert_eq!(tokens.find(&other, 0), Err(TokenError::Unknown));
         assert_eq!(tokens.remove("ci").unwrap_err().code(), Code::TokenNotFound);
         assert_eq!(tokens.remove("default").unwrap_err().code(), Code::NameReserved);
     }

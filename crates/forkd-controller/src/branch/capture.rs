@@ -45,7 +45,7 @@ pub(crate) async fn take(
     let folder = snapshots.folder.join(&branch.template);
     let taken = attempt(snapshots, sandbox, branch, record, &folder).await;
     if taken.is_err() {
-        snapshots.host.janitor.remove_folder(folder).await;
+        snapshots.host.cleanup_queue.remove_folder(folder).await;
     }
     taken
 }

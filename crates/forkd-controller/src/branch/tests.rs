@@ -20,7 +20,7 @@ use crate::testing::fake_host::bare_guest;
 use crate::testing::fake_monitor::{Act, Branched, FakeMonitor};
 
 /// For what comes by itself, on a busy computer too.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A sandbox with a disk, and what plays its monitor.
 struct Source {
@@ -74,7 +74,7 @@ impl Source {
             quota: Quota::default(),
         };
         let branch = daemon.app.snapshots.branch(&self.sandbox, order).unwrap();
-        tokio::time::timeout(PATIENCE, branch.wait_forkable()).await
+        tokio::time::timeout(TIMEOUT, branch.wait_forkable()).await
     }
 }
 
@@ -144,7 +144,7 @@ async fn a_source_that_sends_a_fifo_holds_up_no_thread_of_the_daemon() {
     let (released, release) = std::sync::mpsc::channel::<()>();
     // If a thread waits in the FIFO, the test is to fail and not to hang.
     let releasing = std::thread::spawn(move || {
-        let _ = release.recv_timeout(2 * PATIENCE);
+        let _ = release.recv_timeout(2 * TIMEOUT);
         drop(rustix::fs::open(&path, OFlags::RDWR | OFlags::NONBLOCK, Bits::empty()));
     });
     is_refused("a FIFO", &daemon, Branched { layer: Some(fifo), process: None }).await;
@@ -192,7 +192,7 @@ fn of_disks() -> BranchSpec {
 /// Branches the disks of `source`; what came of that.
 async fn branch_disks(daemon: &FakeDaemon, source: &Source) -> Result<()> {
     let entry = daemon.app.snapshots.branch(&source.sandbox, of_disks())?;
-    tokio::time::timeout(PATIENCE, entry.wait_done()).await.unwrap()
+    tokio::time::timeout(TIMEOUT, entry.wait_done()).await.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]

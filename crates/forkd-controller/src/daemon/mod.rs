@@ -161,14 +161,14 @@ pub async fn serve_until(
         max: config.limits.max_connections,
         stall: config.timing.stall,
     };
-    let gate = Authenticator {
+    let authenticator = Authenticator {
         tokens: tokens.clone(),
         rates: Arc::new(Rates::new(config.limits.rate_limit)),
         failures: Arc::default(),
         remote: !config.bind.ip().is_loopback(),
         insecure: config.insecure_loopback,
     };
-    let routers = (api::for_tcp(app.clone(), gate), api::for_unix(app.clone()));
+    let routers = (api::for_tcp(app.clone(), authenticator), api::for_unix(app.clone()));
     let certificate = tls.clone();
     let fresh =
         task::keep_running(Task::Refresh, move || reload::keep_fresh(tokens.clone(), certificate.clone()));
@@ -236,7 +236,7 @@ async fn close(
         app.registry.close().await;
         app.snapshots.close().await;
         let slots = host.clone();
-        host.janitor.run(move || slots.slots.close()).await;
+        host.cleanup_queue.run(move || slots.slots.close()).await;
     };
     if tokio::time::timeout(CLOSE_WAIT, closed).await.is_err() {
         tracing::error!("sandboxes still ending after the close timeout; the next start removes them");

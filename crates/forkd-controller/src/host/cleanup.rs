@@ -90,11 +90,11 @@ mod tests {
     async fn a_thousand_folders_go_with_one_thread_at_a_time() {
         use std::sync::Arc;
         use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-        let janitor = CleanupQueue::new();
+        let cleanup_queue = CleanupQueue::new();
         let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let jobs = (0..1000).map(|_| {
             let (now, most) = (now.clone(), most.clone());
-            janitor.run(move || {
+            cleanup_queue.run(move || {
                 most.fetch_max(now.fetch_add(1, SeqCst) + 1, SeqCst);
                 std::thread::yield_now();
                 now.fetch_sub(1, SeqCst);
@@ -107,8 +107,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_job_that_panics_does_not_stop_the_next() {
-        let janitor = CleanupQueue::new();
-        assert_eq!(janitor.run(|| -> u8 { panic!("on purpose") }).await, None);
-        assert_eq!(janitor.run(|| 7).await, Some(7));
+        let cleanup_queue = CleanupQueue::new();
+        assert_eq!(cleanup_queue.run(|| -> u8 { panic!("on purpose") }).await, None);
+        assert_eq!(cleanup_queue.run(|| 7).await, Some(7));
     }
 }

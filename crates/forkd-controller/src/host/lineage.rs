@@ -23,7 +23,7 @@ pub(crate) struct Lineages {
     /// The user id of lineage 0, when the daemon is root.
     uid_base: Option<u32>,
     cgroups: Cgroups,
-    janitor: CleanupQueue,
+    cleanup_queue: CleanupQueue,
 }
 
 /// One lineage. Its number becomes free, and its cgroup is removed, when the last holder drops it. So every
@@ -44,7 +44,7 @@ pub(crate) struct Lineage {
 }
 
 impl Lineages {
-    pub(crate) fn new(max: u32, uid_base: u32, janitor: CleanupQueue) -> Arc<Self> {
+    pub(crate) fn new(max: u32, uid_base: u32, cleanup_queue: CleanupQueue) -> Arc<Self> {
         let root = rustix::process::geteuid().is_root();
         let cgroups = Cgroups::open();
         match cgroups.reason() {
@@ -53,7 +53,7 @@ impl Lineages {
             None => {}
         }
         let used = Mutex::default();
-        Arc::new(Lineages { used, max, uid_base: root.then_some(uid_base), cgroups, janitor })
+        Arc::new(Lineages { used, max, uid_base: root.then_some(uid_base), cgroups, cleanup_queue })
     }
 
     /// A new lineage, for the template or the sandbox `id`. Blocks for a moment.
@@ -175,7 +175,7 @@ impl Drop for Lineage {
         let (all, slot) = (self.all.clone(), self.slot);
         let left = self.left.load(std::sync::atomic::Ordering::Relaxed);
         match self.cgroup.take().filter(|_| !left) {
-            Some(cgroup) => self.all.janitor.later(move || {
+            Some(cgroup) => self.all.cleanup_queue.later(move || {
                 remove(&cgroup);
                 all.used.lock().remove(&slot);
             }),

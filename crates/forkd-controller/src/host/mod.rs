@@ -40,7 +40,7 @@ pub(crate) struct Host {
     pub(crate) finder: ImageLibrary,
     pub(crate) lineages: Arc<Lineages>,
     pub(crate) slots: Arc<Slots>,
-    pub(crate) janitor: CleanupQueue,
+    pub(crate) cleanup_queue: CleanupQueue,
     pub(crate) telemetry: Arc<Telemetry>,
     /// Memory of all sandboxes.
     pub(crate) usage: MemoryUsage,
@@ -49,14 +49,14 @@ pub(crate) struct Host {
 impl Host {
     /// Must be called in a runtime.
     pub(crate) fn new(config: Arc<Config>, database: Arc<Database>, telemetry: Arc<Telemetry>) -> Arc<Self> {
-        let janitor = CleanupQueue::new();
+        let cleanup_queue = CleanupQueue::new();
         // Each booted sandbox begins a lineage, and each template.
         let max = u32::try_from(config.limits.max_sandboxes).unwrap_or(u32::MAX);
         Arc::new(Host {
             finder: ImageLibrary::new(&config),
-            lineages: Lineages::new(max, config.jail_uid_base, janitor.clone()),
+            lineages: Lineages::new(max, config.jail_uid_base, cleanup_queue.clone()),
             slots: Arc::new(Slots::of(&config)),
-            janitor,
+            cleanup_queue,
             telemetry,
             usage: MemoryUsage::default(),
             database,

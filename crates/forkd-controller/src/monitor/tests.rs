@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::*;
 
 /// The time limit for events that come, on a busy computer too.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A launch of `script` in the place of a monitor, in a folder of its own.
 fn launch_of(script: &str) -> (Launch, tempfile::TempDir) {
@@ -20,7 +20,7 @@ fn launch_of(script: &str) -> (Launch, tempfile::TempDir) {
 }
 
 async fn failure_of(launch: Launch) -> String {
-    failure_within(PATIENCE, launch).await
+    failure_within(TIMEOUT, launch).await
 }
 
 async fn failure_within(patience: Duration, launch: Launch) -> String {
@@ -32,7 +32,7 @@ async fn gone(folder: &Path) {
     let identity = crate::host::process::ProcessId::read(folder).read().expect("the process recorded itself");
     let begun = Instant::now();
     while Path::new(&format!("/proc/{}", identity.pid)).exists() {
-        assert!(begun.elapsed() < PATIENCE, "process {} is still there", identity.pid);
+        assert!(begun.elapsed() < TIMEOUT, "process {} is still there", identity.pid);
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -93,7 +93,7 @@ async fn a_killed_monitor_is_noticed_at_once() {
     let (child, control) = spawn(&launch).unwrap();
     let mut monitor = Monitor::started(launch, child, control).unwrap();
     monitor.pidfd.kill().unwrap();
-    let end = tokio::time::timeout(PATIENCE, monitor.wait()).await.unwrap();
+    let end = tokio::time::timeout(TIMEOUT, monitor.wait()).await.unwrap();
     assert!(end.vm.is_none());
     assert!(end.describe().contains("killed by signal 9"), "{}", end.describe());
     gone(folder.path()).await;
@@ -112,10 +112,10 @@ async fn a_monitor_that_answers_without_a_request_is_ended_with_the_reason() {
     let hello = Reply::Hello { version: OLDEST_VERSION, monitor: "m".into(), newest: VERSION };
     theirs.send(&Message::Reply(hello), &[]).unwrap();
     let mut monitor = Monitor::started(launch, child, Channel::new(ours)).unwrap();
-    monitor.hello(PATIENCE).await.unwrap();
+    monitor.hello(TIMEOUT).await.unwrap();
     let unasked = Reply::Error { message: "x".repeat(100_000) };
     theirs.send(&Message::Reply(unasked), &[]).unwrap();
-    let end = tokio::time::timeout(PATIENCE, monitor.wait()).await.unwrap().account();
+    let end = tokio::time::timeout(TIMEOUT, monitor.wait()).await.unwrap().account();
     assert!(end.contains("an answer without a question") && end.len() < 500, "{end}");
     gone(folder.path()).await;
 }

@@ -84,7 +84,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
             }
             None => registry.host.lineages.forget(&id),
         }
-        registry.host.janitor.remove_folder(path).await;
+        registry.host.cleanup_queue.remove_folder(path).await;
     }
     // Children that templates still list were deleted, or their folders are gone.
     for (template, children) in leftovers.templates.values_mut() {

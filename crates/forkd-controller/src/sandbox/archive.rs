@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use forkd_store::{Change, Database, GoneSandbox, MadeSandbox};
+use forkd_store::{ArchiveEntry, Change, Database, MadeSandbox};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::error::Result;
@@ -94,18 +94,18 @@ impl Archive {
     }
 
     /// What the archive has about the sandbox `id`.
-    pub(crate) async fn find(&self, id: &str) -> Result<Option<GoneSandbox>> {
+    pub(crate) async fn find(&self, id: &str) -> Result<Option<ArchiveEntry>> {
         self.flush().await;
         let (database, id) = (self.database.clone(), id.to_owned());
         blocking("asking the archive", move || Ok(database.sandbox(&id)?)).await
     }
 
     /// The sandboxes that ended within [`MAX_AGE_SECS`], by age.
-    pub(crate) async fn archived(&self) -> Result<Vec<GoneSandbox>> {
+    pub(crate) async fn archived(&self) -> Result<Vec<ArchiveEntry>> {
         self.flush().await;
         let database = self.database.clone();
         let since = now_unix().saturating_sub(MAX_AGE_SECS);
-        blocking("asking the archive", move || Ok(database.gone_sandboxes(since)?)).await
+        blocking("asking the archive", move || Ok(database.archived_sandboxes(since)?)).await
     }
 
     /// At the start of a daemon: marks sandboxes that are not among `there` and have no end yet as gone, and logs how

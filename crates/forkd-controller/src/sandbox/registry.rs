@@ -310,7 +310,7 @@ impl Registry {
             Err(error) => {
                 drop(guard);
                 // `new` was never forked: it has only a cgroup.
-                self.host.janitor.later(move || new.resources().release(&new.id));
+                self.host.cleanup_queue.later(move || new.resources().release(&new.id));
                 return Err(error);
             }
         };
@@ -439,12 +439,12 @@ impl Registry {
             return;
         }
         let id = sandbox.id.clone();
-        let discarded = self.host.janitor.run(move || {
+        let discarded = self.host.cleanup_queue.run(move || {
             resources.release(&id);
             resources
         });
         let resources = discarded.await;
-        self.host.janitor.remove_folder(sandbox.folder.clone()).await;
+        self.host.cleanup_queue.remove_folder(sandbox.folder.clone()).await;
         // From here on its template may end, and another sandbox may have its place.
         drop((resources, reservation));
         tracing::debug!(sandbox = sandbox.id, "sandbox removed");

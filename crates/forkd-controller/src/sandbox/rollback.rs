@@ -290,7 +290,7 @@ impl Sandbox {
         self.resources().slot = left.slot.take();
         let whose = old.id.clone();
         // The lineage is dropped last: from then on another lineage may get its user id.
-        host.janitor.later(move || {
+        host.cleanup_queue.later(move || {
             left.release(&whose);
             drop(left);
         });

@@ -71,7 +71,7 @@ impl SnapshotRegistry {
                 tracing::warn!(template = id, %error, "template not taken over; ending it");
                 end(&id, &folder).await;
                 self.host.lineages.forget(&id);
-                self.host.janitor.remove_folder(folder).await;
+                self.host.cleanup_queue.remove_folder(folder).await;
             }
         }
         // Before branches reserve their tags: an unknown template keeps its tag.
@@ -96,8 +96,8 @@ impl SnapshotRegistry {
             return half_made("another lineage has its user id");
         };
         leftovers.lineages.push(lineage.clone());
-        let (id, folder, janitor) = (id.to_owned(), folder.to_owned(), self.host.janitor.clone());
-        let plan = TemplateParts { id: id.clone(), folder, about, lineage, janitor };
+        let (id, folder, cleanup_queue) = (id.to_owned(), folder.to_owned(), self.host.cleanup_queue.clone());
+        let plan = TemplateParts { id: id.clone(), folder, about, lineage, cleanup_queue };
         let (template, children) = Template::adopt(plan, self.host.config.timing.call).await?;
         match standing {
             PersistState::Saved(snapshot) => {

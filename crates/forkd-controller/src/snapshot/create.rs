@@ -146,8 +146,8 @@ impl SnapshotRegistry {
 }
 
 /// Makes a snapshot and its template.
-async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snapshot, Arc<Template>)> {
-    let (host, order) = (snapshots.host.clone(), making.order.clone());
+async fn make(snapshots: &SnapshotRegistry, job: &CreateJob) -> Result<(Snapshot, Arc<Template>)> {
+    let (host, order) = (snapshots.host.clone(), job.order.clone());
     let dir = TemplateDir { id: new_id("tp")?, folder: PathBuf::new() };
     let dir = TemplateDir { folder: snapshots.folder.join(&dir.id), ..dir };
     let place = dir.clone();
@@ -174,8 +174,8 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
     let frozen = async {
         let tap = tap.map_err(|error| Error::host("cannot use a network slot", error))?;
         let network = tap.is_some();
-        let mut parent = boot_and_warm(&snapshots.host.config, making, launch, &assets, tap).await?;
-        making.phase.send_replace(CreatePhase::Freezing);
+        let mut parent = boot_and_warm(&snapshots.host.config, job, launch, &assets, tap).await?;
+        job.phase.send_replace(CreatePhase::Freezing);
         let config = &snapshots.host.config;
         if assets.image().is_some() {
             // The warm-up may have written a lot, and syncing it to the disk takes time.
@@ -195,8 +195,8 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
                 return Err(Error::host("the guest cannot become a snapshot", text));
             }
         }
-        making.phase.send_replace(CreatePhase::Saving);
-        let order = &making.order;
+        job.phase.send_replace(CreatePhase::Saving);
+        let order = &job.order;
         let guest = GuestSpec {
             image: assets.base()?,
             kernel: match &order.from {
@@ -217,11 +217,11 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
     let made = async {
         let template = tokio::select! {
             biased;
-            () = making.cancelled() => return Err(cancelled()),
+            () = job.cancelled() => return Err(cancelled()),
             frozen = frozen => frozen?,
         };
-        let job = SaveJob {
-            tag: making.order.tag.clone(),
+        let save = SaveJob {
+            tag: job.order.tag.clone(),
             kind: SnapshotKind::Full,
             origin: None,
             diff: false,
@@ -231,10 +231,10 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
             measured: Measured::default(),
         };
         let unwanted = async {
-            making.cancelled().await;
+            job.cancelled().await;
             cancelled()
         };
-        let snapshot = save::save(snapshots, &template, job, drop, unwanted).await?;
+        let snapshot = save::save(snapshots, &template, save, drop, unwanted).await?;
         // Only a running guest needs these files.
         for name in [boot_files::VSOCK, boot_files::CONSOLE] {
             let _ = std::fs::remove_file(dir.folder.join(name));
@@ -244,10 +244,10 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
     let made = made.await;
     if let Some(mut slot) = slot {
         // The template does not use the slot: each child gets its own.
-        snapshots.host.janitor.run(move || slot.destroy()).await;
+        snapshots.host.cleanup_queue.run(move || slot.destroy()).await;
     }
     if made.is_err() {
-        snapshots.host.janitor.remove_folder(dir.folder.clone()).await;
+        snapshots.host.cleanup_queue.remove_folder(dir.folder.clone()).await;
     }
     made
 }
@@ -256,7 +256,7 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
 /// nested virtualization, and nothing of the guest ran yet.
 async fn boot_and_warm(
     config: &Config,
-    making: &CreateJob,
+    job: &CreateJob,
     launch: Launch,
     assets: &BootSource,
     tap: Option<OwnedFd>,
@@ -264,15 +264,15 @@ async fn boot_and_warm(
     let again = tap.as_ref().map(|tap| tap.try_clone()).transpose();
     let again = again.map_err(|error| Error::host("cannot use a network slot", error))?;
     let folder = launch.folder.clone();
-    match attempt(config, making, launch.clone(), assets, tap).await {
+    match attempt(config, job, launch.clone(), assets, tap).await {
         Err(error)
             if error.code() == Code::GuestFailed
-                && *making.phase.borrow() == CreatePhase::Booting
+                && *job.phase.borrow() == CreatePhase::Booting
                 && console::tail(&folder.join(boot_files::CONSOLE), 64).trim().is_empty()
                 && assets.image().is_some() =>
         {
-            tracing::warn!(tag = making.order.tag, %error, "guest boot ended with an empty console; trying once more");
-            attempt(config, making, launch, assets, again).await
+            tracing::warn!(tag = job.order.tag, %error, "guest boot ended with an empty console; trying once more");
+            attempt(config, job, launch, assets, again).await
         }
         other => other,
     }
@@ -280,12 +280,12 @@ async fn boot_and_warm(
 
 async fn attempt(
     config: &Config,
-    making: &CreateJob,
+    job: &CreateJob,
     launch: Launch,
     assets: &BootSource,
     tap: Option<OwnedFd>,
 ) -> Result<Parent> {
-    let (timing, order, folder) = (&config.timing, &making.order, launch.folder.clone());
+    let (timing, order, folder) = (&config.timing, &job.order, launch.folder.clone());
     let mut monitor = Monitor::launch(launch, timing.call).await?;
     let layer = assets.image().map(|_| disk_layer::layer(&config.data_dir)).transpose()?.map(File::from);
     let copy = layer.as_ref().map(|layer| layer.try_clone()).transpose();
@@ -318,7 +318,7 @@ async fn attempt(
     let mut warm = combine(&image.warm, order.warm_command.clone(), order.warm_python.clone());
     let up = async {
         let pong = bringup::up(&agent, timing).await?;
-        making.phase.send_replace(CreatePhase::Warming);
+        job.phase.send_replace(CreatePhase::Warming);
         if !pong.python && order.warm_python.is_none() && matches!(order.from, From::Disk { .. }) {
             // The client did not ask for Python, and a disk outside the library has no manifest that names it.
             warm.python = None;

@@ -57,7 +57,7 @@ impl SnapshotRegistry {
         };
         let loaded = loaded.await;
         if loaded.is_err() {
-            self.host.janitor.remove_folder(folder).await;
+            self.host.cleanup_queue.remove_folder(folder).await;
         }
         loaded
     }
@@ -73,7 +73,13 @@ impl SnapshotRegistry {
     ) -> TemplateParts {
         let (tag, cgroup) = (tag.to_owned(), lineage.name.clone());
         let about = TemplateSpec { tag, source, lineage: lineage.slot, cgroup, guest, fork: None };
-        TemplateParts { id, folder: folder.to_owned(), about, lineage, janitor: self.host.janitor.clone() }
+        TemplateParts {
+            id,
+            folder: folder.to_owned(),
+            about,
+            lineage,
+            cleanup_queue: self.host.cleanup_queue.clone(),
+        }
     }
 }
 

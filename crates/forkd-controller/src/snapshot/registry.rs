@@ -272,8 +272,8 @@ impl SnapshotRegistry {
         template.mark_deleted().map_err(failed)?;
         self.forget_owner(entry).await;
         self.unlist(entry);
-        let janitor = self.host.janitor.clone();
-        task::spawn(Task::TearDown, async move { template.end(&janitor).await });
+        let cleanup_queue = self.host.cleanup_queue.clone();
+        task::spawn(Task::TearDown, async move { template.end(&cleanup_queue).await });
         Ok(())
     }
 

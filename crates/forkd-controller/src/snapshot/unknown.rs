@@ -99,16 +99,16 @@ impl UnknownTemplate {
     }
 
     /// Ends the template and removes its cgroup and folder. Its children go on.
-    pub(crate) async fn end(&self, janitor: &crate::host::cleanup::CleanupQueue) {
+    pub(crate) async fn end(&self, cleanup_queue: &crate::host::cleanup::CleanupQueue) {
         let lineage = self.lineage.lock().clone();
         let cgroup = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref());
         // Only a branch has a leaf of its own; the leaf of any other template goes with its lineage.
         let leaf = cgroup.and_then(|cgroup| cgroup.existing(&self.remains.id).ok());
         self.remains.end(|| drop(leaf.as_ref().map(|leaf| leaf.kill()))).await;
         if let Some(leaf) = leaf {
-            janitor.run(move || leaf.kill().and_then(|()| leaf.remove())).await;
+            cleanup_queue.run(move || leaf.kill().and_then(|()| leaf.remove())).await;
         }
-        janitor.remove_folder(self.remains.folder.clone()).await;
+        cleanup_queue.remove_folder(self.remains.folder.clone()).await;
         drop(self.lineage.lock().take());
     }
 

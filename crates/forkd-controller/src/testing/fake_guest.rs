@@ -47,9 +47,9 @@ use crate::workspace::Workspaces;
 /// The id of the sandbox.
 pub(crate) const ID: &str = "sbfake";
 /// The time limit for answers that come, on a busy computer too.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limit for answers that a test knows will not come.
-const LITTLE_PATIENCE: Duration = Duration::from_secs(1);
+const SHORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A daemon with its own socket.
 pub(crate) struct FakeDaemon {
@@ -112,20 +112,20 @@ impl FakeDaemon {
     /// A daemon with a short time limit for guests that do not answer.
     pub(crate) async fn impatient_with_guests() -> Self {
         FakeDaemon::start_with(|timing| {
-            (timing.call, timing.freeze) = (LITTLE_PATIENCE, LITTLE_PATIENCE);
+            (timing.call, timing.freeze) = (SHORT_TIMEOUT, SHORT_TIMEOUT);
         })
         .await
     }
 
     /// A daemon with a short time limit for clients that neither send nor receive.
     pub(crate) async fn impatient_with_clients() -> Self {
-        FakeDaemon::start_with(|timing| timing.stall = LITTLE_PATIENCE).await
+        FakeDaemon::start_with(|timing| timing.stall = SHORT_TIMEOUT).await
     }
 
     async fn start_with(change: impl FnOnce(&mut Timing)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut config = Config::new(folder.path());
-        (config.timing.call, config.timing.stall, config.timing.freeze) = (PATIENCE, PATIENCE, PATIENCE);
+        (config.timing.call, config.timing.stall, config.timing.freeze) = (TIMEOUT, TIMEOUT, TIMEOUT);
         change(&mut config.timing);
         let config = Arc::new(config);
         let database = Arc::new(Database::open(&folder.path().join("forkd.db")).unwrap());

@@ -31,7 +31,7 @@ use crate::util::random::new_id;
 use crate::util::records;
 
 /// For what comes by itself, on a busy computer too.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What branches were taken of that no sandbox is there of.
 const SOURCE: &str = "sbsource";
@@ -99,7 +99,7 @@ impl FakeHost {
         let folder = tempfile::tempdir().unwrap();
         let mut config = Config::new(folder.path());
         let timing = &mut config.timing;
-        (timing.call, timing.stall, timing.freeze) = (PATIENCE, PATIENCE, PATIENCE);
+        (timing.call, timing.stall, timing.freeze) = (TIMEOUT, TIMEOUT, TIMEOUT);
         change(&mut config);
         let database = Arc::new(Database::open(&folder.path().join("forkd.db")).unwrap());
         FakeHost { _folder: folder, config: Arc::new(config), database, lineages: AtomicU32::new(100) }
@@ -371,7 +371,7 @@ pub(crate) async fn one_child() -> (FakeHost, Daemon, Live, Arc<Sandbox>, FakeMo
 /// Waits until `sandbox` stands where `is_it` says.
 pub(crate) async fn reaches(sandbox: &Sandbox, what: &str, is_it: impl FnMut(&Phase) -> bool) {
     let mut phases = sandbox.phase.subscribe();
-    let reached = tokio::time::timeout(PATIENCE, phases.wait_for(is_it)).await;
+    let reached = tokio::time::timeout(TIMEOUT, phases.wait_for(is_it)).await;
     assert!(reached.is_ok_and(|reached| reached.is_ok()), "{what}: it is {:?}", sandbox.phase());
 }
 

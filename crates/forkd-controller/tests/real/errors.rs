@@ -16,7 +16,7 @@ fn body_of(answer: &str) -> Value {
 
 #[test]
 fn a_program_tells_the_conflicts_apart() {
-    let kernels = [("kernel", crate::support::spells()), ("hangs", crate::life::hangs())];
+    let kernels = [("kernel", crate::support::spells()), ("hangs", crate::lifetimes::hangs())];
     let Some(daemon) = Daemon::start(&kernels) else { return };
     daemon.snapshot("tiny", "kernel");
     let [source, paused, ended] = daemon.spawn("tiny", 3).try_into().unwrap();

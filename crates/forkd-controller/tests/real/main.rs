@@ -9,7 +9,7 @@ mod branches;
 mod daemon;
 mod errors;
 mod forks;
-mod life;
+mod lifetimes;
 mod native_forks;
 mod pause_rollback;
 mod records;

@@ -19,7 +19,7 @@ use crate::waits::waits;
 use crate::{Error, Result};
 
 pub use idempotency::{Answer, Begun};
-pub use sandboxes::{Change, GoneSandbox, MadeSandbox};
+pub use sandboxes::{ArchiveEntry, Change, MadeSandbox};
 pub use template_names::TemplateName;
 pub use tokens::{Quota, Scope, Token, TokenHash};
 

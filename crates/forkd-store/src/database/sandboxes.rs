@@ -29,7 +29,7 @@ pub struct MadeSandbox {
 
 /// A sandbox that ended and was removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GoneSandbox {
+pub struct ArchiveEntry {
     /// The sandbox, as it was created.
     pub made: MadeSandbox,
     /// When it ended; `None` if no end is recorded yet.
@@ -94,7 +94,7 @@ impl Database {
     }
 
     /// The record of the sandbox `id`.
-    pub fn sandbox(&self, id: &str) -> Result<Option<GoneSandbox>> {
+    pub fn sandbox(&self, id: &str) -> Result<Option<ArchiveEntry>> {
         self.call("look for a sandbox", |connection| {
             connection
                 .prepare_cached(&format!("{SELECT} WHERE id = ?1"))?
@@ -104,7 +104,7 @@ impl Database {
     }
 
     /// Those that ended since `since`, oldest first.
-    pub fn gone_sandboxes(&self, since: u64) -> Result<Vec<GoneSandbox>> {
+    pub fn archived_sandboxes(&self, since: u64) -> Result<Vec<ArchiveEntry>> {
         self.call("list sandboxes", |connection| {
             connection
                 .prepare_cached(&format!("{SELECT} WHERE ended_at_unix >= ?1 ORDER BY created_at_unix, id"))?
@@ -168,9 +168,9 @@ impl Database {
 const SELECT: &str = "SELECT id, owner, boot_id, snapshot_tag, labels, created_at_unix, ended_at_unix, reason, \
                       detail FROM sandboxes";
 
-fn read(row: &Row<'_>) -> rusqlite::Result<GoneSandbox> {
+fn read(row: &Row<'_>) -> rusqlite::Result<ArchiveEntry> {
     let labels: String = row.get(4)?;
-    Ok(GoneSandbox {
+    Ok(ArchiveEntry {
         made: MadeSandbox {
             id: row.get(0)?,
             owner: row.get(1)?,
@@ -219,7 +219,7 @@ mod tests {
         database.note_sandboxes(&[ended("sb1", 70, "deleted"), ended("sb9", 70, "deleted")]).unwrap();
         let alive = HashSet::from(["sb4".to_owned()]);
         assert_eq!(database.end_absent_sandboxes(&alive, "b", 80).unwrap(), (1, 1));
-        let gone = database.gone_sandboxes(0).unwrap();
+        let gone = database.archived_sandboxes(0).unwrap();
         let told: Vec<_> = gone.iter().map(|it| (it.made.id.as_str(), it.reason.as_str())).collect();
         assert_eq!(told, [("sb1", "panicked"), ("sb2", "host_rebooted"), ("sb3", "unknown")]);
         assert_eq!(gone[0].ended_at_unix, Some(60));
@@ -229,11 +229,11 @@ mod tests {
 
         // It runs again.
         database.note_sandboxes(&[made("sb1", "b")]).unwrap();
-        assert_eq!(database.gone_sandboxes(0).unwrap().len(), 2);
+        assert_eq!(database.archived_sandboxes(0).unwrap().len(), 2);
         database.note_sandboxes(&[ended("sb1", 60, "panicked")]).unwrap();
         assert_eq!(database.prune_sandboxes(61, 100).unwrap(), 1);
         assert_eq!(database.prune_sandboxes(0, 1).unwrap(), 1);
-        assert_eq!(database.gone_sandboxes(0).unwrap().len(), 1);
+        assert_eq!(database.archived_sandboxes(0).unwrap().len(), 1);
         assert!(database.sandbox("sb4").unwrap().is_some(), "it is alive");
     }
 }

@@ -22,7 +22,7 @@ use crate::auth::peer::Peer;
 use crate::auth::policy;
 use crate::auth::principal::Principal;
 use crate::auth::rate_limit::{Failures, Rates};
-use crate::auth::tokens::{Refusal, Tokens};
+use crate::auth::tokens::{TokenError, Tokens};
 use crate::compat::e2b;
 use crate::compat::e2b::E2bContext;
 use crate::compat::e2b::access::turn_away;
@@ -118,11 +118,11 @@ impl Authenticator {
                 return self.tokens.find(key, crate::util::time::now_unix()).or_else(
                     |refusal| match refusal {
                         // Clients of the E2B API always send a key.
-                        Refusal::Unknown if self.insecure => Ok(Principal::local()),
-                        Refusal::Unknown => unauthorized(
+                        TokenError::Unknown if self.insecure => Ok(Principal::local()),
+                        TokenError::Unknown => unauthorized(
                             "the API key is no token of this daemon; `forkd token print` shows one",
                         ),
-                        Refusal::Expired => Err(Error::new(
+                        TokenError::Expired => Err(Error::new(
                             Code::TokenExpired,
                             "the API key has expired; ask the operator of the daemon for another",
                         )),
@@ -143,7 +143,7 @@ impl Authenticator {
             Some((scheme, shown)) if scheme.eq_ignore_ascii_case("bearer") => {
                 self.tokens.find(shown.trim(), crate::util::time::now_unix())
             }
-            Some(_) => Err(Refusal::Unknown),
+            Some(_) => Err(TokenError::Unknown),
             None => {
                 let text = "a token is needed: `Authorization: Bearer TOKEN`; `forkd token print` shows it";
                 return unauthorized(text);
@@ -151,10 +151,10 @@ impl Authenticator {
         };
         match found {
             Ok(who) => Ok(who),
-            Err(Refusal::Unknown) => {
+            Err(TokenError::Unknown) => {
                 unauthorized("the token is wrong; `forkd token print` shows the right one")
             }
-            Err(Refusal::Expired) => {
+            Err(TokenError::Expired) => {
                 let text = "the token has expired; ask the operator of the daemon for another";
                 Err(Error::new(Code::TokenExpired, text))
             }

@@ -10,7 +10,7 @@ use forkd_api::{CreateRequest, ErrorBody, ForkRequest, SandboxInfo};
 use crate::api::ApiContext;
 use crate::api::extract::{Id, OptionalBody, Params};
 use crate::api::middleware::idempotency::IdempotencyMark;
-use crate::api::sandboxes::{ReplyForm, Results, earlier, life_of, reply, spawn_spec};
+use crate::api::sandboxes::{ReplyForm, Results, earlier, lifetime_of, reply, spawn_spec};
 use crate::auth::principal::Principal;
 use crate::error::{Reader, Result};
 use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn_from};
@@ -50,7 +50,7 @@ pub(crate) async fn fork(
     let arrived = Instant::now();
     let request = CreateRequest { wait: params.wait.or(request.wait), ..create_request(request) };
     let form = ReplyForm { each: params.each()?, agent_port: request.agent_port };
-    let lifetime = life_of(&request, idempotency.as_ref())?;
+    let lifetime = lifetime_of(&request, idempotency.as_ref())?;
     let spec = spawn_spec(&who, request, lifetime, arrived)?;
     let earlier = earlier(&app, idempotency);
     if !earlier.is_empty() {

@@ -88,7 +88,7 @@ pub(super) async fn create(
     let arrived = Instant::now();
     request.wait = params.wait.or(request.wait);
     let form = ReplyForm { each: params.each()?, agent_port: request.agent_port };
-    let lifetime = life_of(&request, idempotency.as_ref())?;
+    let lifetime = lifetime_of(&request, idempotency.as_ref())?;
     let earlier = earlier(&app, idempotency);
     // Bound to this request until the reply: if the client disconnects, the sandboxes end.
     let only = |children| Spawned { children, errors: Vec::new() };
@@ -155,7 +155,10 @@ fn reply(
 }
 
 /// The lifetime settings of the requested sandboxes.
-fn life_of(request: &CreateRequest, idempotency: Option<&Extension<IdempotencyMark>>) -> Result<Lifetime> {
+fn lifetime_of(
+    request: &CreateRequest,
+    idempotency: Option<&Extension<IdempotencyMark>>,
+) -> Result<Lifetime> {
     check_labels(&request.labels)?;
     check_tag("suspend_as", request.suspend_as.as_deref())?;
     request.idle_timeout_secs.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;

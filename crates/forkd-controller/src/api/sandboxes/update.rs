@@ -8,7 +8,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use forkd_api::{ArchivedSandbox, SandboxState, UpdateRequest};
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
-use forkd_store::GoneSandbox;
+use forkd_store::ArchiveEntry;
 
 use crate::api::ApiContext;
 use crate::api::pagination::Page;
@@ -134,7 +134,7 @@ pub(crate) fn place(secs: u64, nanos: u32, id: &str) -> String {
 }
 
 /// Whether a principal may read the record of a removed sandbox.
-fn may_know(identity: &Principal, gone: &GoneSandbox) -> bool {
+fn may_know(identity: &Principal, gone: &ArchiveEntry) -> bool {
     identity.scope == Scope::Admin || identity.owner == gone.made.owner
 }
 
@@ -154,7 +154,7 @@ pub(crate) async fn list_archived(
             // A sandbox that ended but is not deleted is still in the registry.
             && app.registry.get(&it.made.id).is_err()
     });
-    let show = |it: &GoneSandbox| ArchivedSandbox {
+    let show = |it: &ArchiveEntry| ArchivedSandbox {
         id: it.made.id.clone(),
         state: filter.archived.unwrap_or("archived").into(),
         snapshot_tag: it.made.snapshot_tag.clone(),

@@ -8,7 +8,7 @@ use forkd_protocol::agent::{CODE_PORT, TOKEN_HEADER};
 use serde_json::json;
 use subtle::ConstantTimeEq;
 
-use crate::auth::tokens::{Refusal, Tokens};
+use crate::auth::tokens::{TokenError, Tokens};
 use crate::compat::e2b::signature::Signed;
 use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
 use crate::compat::e2b::traffic::Answered;
@@ -125,7 +125,7 @@ pub(super) fn remove_tokens(headers: &mut HeaderMap, tokens: &Tokens) {
     let is_token = |value: &HeaderValue| {
         let words = value.to_str().unwrap_or_default().split_ascii_whitespace();
         words.last().is_some_and(|secret| {
-            tokens.find(key::without_prefix(secret), now_unix()) != Err(Refusal::Unknown)
+            tokens.find(key::without_prefix(secret), now_unix()) != Err(TokenError::Unknown)
         })
     };
     if headers.get_all(header::AUTHORIZATION).iter().any(is_token) {

@@ -35,7 +35,7 @@ const STOPPING: &str = "the daemon is stopping";
 /// Timeout for the request to arrive.
 const REQUEST_WAIT: Duration = Duration::from_secs(30);
 /// Timeout for the client to take the last event.
-const FAREWELL: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Queued messages for the client: few, because they hold data taken from the guest.
 const OUTGOING: usize = 4;
 /// Queued control messages for the command. If a client sends more at once, the daemon drops them.
@@ -104,7 +104,7 @@ pub(crate) async fn session<W: Conversation>(
                 let _ = sink.close().await;
                 while let Some(Ok(_)) = stream.next().await {}
             };
-            let _ = tokio::time::timeout(FAREWELL, sent).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, sent).await;
             return;
         }
     };
@@ -140,12 +140,12 @@ pub(crate) async fn session<W: Conversation>(
         if !hurry {
             stopping.cancelled().await;
         }
-        tokio::time::sleep(FAREWELL).await;
+        tokio::time::sleep(CLOSE_TIMEOUT).await;
     };
     tokio::select! {
         // The client closes the connection first. If the daemon closed while the client still sends, the kernel would
         // discard data that the client has not read.
-        () = sent => drop(tokio::time::timeout(FAREWELL, &mut reader).await),
+        () = sent => drop(tokio::time::timeout(CLOSE_TIMEOUT, &mut reader).await),
         _ = &mut reader => {}
         () = in_a_hurry => {}
     }

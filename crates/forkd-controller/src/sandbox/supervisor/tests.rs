@@ -15,7 +15,7 @@ use crate::sandbox::resources::Resources;
 use crate::snapshot::template::PersistState;
 use crate::testing::fake_guest::{FakeGuest, eventually};
 use crate::testing::fake_host::{
-    Daemon, FakeHost, PATIENCE, bare_guest, bare_spec, end_of, is_pause, is_resume, one_child, reaches, runs,
+    Daemon, FakeHost, TIMEOUT, bare_guest, bare_spec, end_of, is_pause, is_resume, one_child, reaches, runs,
 };
 use crate::testing::fake_monitor::{Act, FakeMonitor};
 use crate::util::random::new_id;
@@ -498,7 +498,7 @@ async fn a_template_ends_with_its_last_child_and_not_before() {
 #[tokio::test]
 async fn a_waiting_command_fails_with_the_reason_of_the_end() {
     let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
-    let waiting = tokio::time::timeout(PATIENCE, sandbox.trouble());
+    let waiting = tokio::time::timeout(TIMEOUT, sandbox.trouble());
     monitor.end(EndReason::PoweredOff, "it powered off", "");
     let error = waiting.await.unwrap();
     assert_eq!(error.code(), Code::SandboxLost);

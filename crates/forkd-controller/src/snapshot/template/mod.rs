@@ -145,7 +145,7 @@ pub(crate) struct TemplateParts {
     pub(crate) folder: PathBuf,
     pub(crate) about: TemplateSpec,
     pub(crate) lineage: Arc<Lineage>,
-    pub(crate) janitor: CleanupQueue,
+    pub(crate) cleanup_queue: CleanupQueue,
 }
 
 impl Template {
@@ -185,7 +185,8 @@ impl Template {
             strays: 0,
             heard_at: tokio::time::Instant::now(),
         };
-        let (folder, janitor, lineage) = (plan.folder.clone(), plan.janitor, plan.lineage.clone());
+        let (folder, cleanup_queue, lineage) =
+            (plan.folder.clone(), plan.cleanup_queue, plan.lineage.clone());
         let (id, files) = (plan.id.clone(), TemplateFiles::count());
         task::spawn(Task::Template, async move {
             // Until here the process has the OOM score of a sandbox. In the task, because a client waits for `new`.
@@ -194,9 +195,9 @@ impl Template {
                 // A branch has a leaf of its own; any other template's goes with its lineage.
                 if let Some(leaf) = lineage.cgroup.as_ref().and_then(|cgroup| cgroup.existing(&id).ok()) {
                     // A saver may still be in it.
-                    janitor.run(move || leaf.kill().and_then(|()| leaf.remove())).await;
+                    cleanup_queue.run(move || leaf.kill().and_then(|()| leaf.remove())).await;
                 }
-                janitor.remove_folder(folder).await;
+                cleanup_queue.remove_folder(folder).await;
             }
             // Only now may another lineage get its user id.
             drop((lineage, files));

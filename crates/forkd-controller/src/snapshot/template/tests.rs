@@ -31,8 +31,8 @@ impl Fake {
         let flooded = Arc::new(AtomicUsize::new(0));
         let taken = flooded.clone();
         monitor.script(move |request| act(request, &taken));
-        let janitor = CleanupQueue::new();
-        let lineages = Lineages::new(4, u32::MAX - 10, janitor.clone());
+        let cleanup_queue = CleanupQueue::new();
+        let lineages = Lineages::new(4, u32::MAX - 10, cleanup_queue.clone());
         let lineage = lineages.begin("template-tests").unwrap();
         let (cgroup, guest) = (lineage.name.clone(), bare_guest());
         let about = TemplateSpec {
@@ -43,7 +43,7 @@ impl Fake {
             guest,
             fork: None,
         };
-        let plan = TemplateParts { id: "tp".into(), folder: place, about, lineage, janitor };
+        let plan = TemplateParts { id: "tp".into(), folder: place, about, lineage, cleanup_queue };
         let template = Some(Template::new(plan, started).unwrap());
         Fake { template, monitor, folder, flooded }
     }

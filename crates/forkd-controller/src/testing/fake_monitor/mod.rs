@@ -22,7 +22,7 @@ use crate::testing::fake_guest::FakeGuest;
 use crate::testing::fake_process::Shell;
 
 /// For answers that come, on a busy computer too.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What a fake monitor does about a request.
 pub(crate) enum Act {
@@ -143,7 +143,7 @@ impl FakeMonitor {
         let launch =
             Launch { id: id.into(), folder: folder.into(), vmm: PathBuf::new(), uid: None, procs_fd: None };
         let mut monitor = Monitor::started(launch, process, control).unwrap();
-        monitor.hello(PATIENCE).await.unwrap();
+        monitor.hello(TIMEOUT).await.unwrap();
         (fake, monitor)
     }
 
