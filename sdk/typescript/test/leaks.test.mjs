@@ -3,6 +3,9 @@
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
 import { once } from "node:events";
+import { mkdtemp, rm } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
 import { test } from "node:test";
 
 import * as forkd from "@forkd/sdk";
@@ -30,6 +33,13 @@ async function source(t, options, more = {}) {
   server.sandboxes.set("sb0", SOURCE);
   const sandbox = new forkd.Sandbox(server.client(more), SOURCE);
   return Object.assign(server, { sandbox, ids: () => [...server.sandboxes.keys()] });
+}
+
+/** A unix socket to listen on. */
+async function socketOf(t) {
+  const folder = await mkdtemp(join(tmpdir(), "forkd-"));
+  t.after(() => rm(folder, { recursive: true }));
+  return [join(folder, "a.sock")];
 }
 
 test("a fork that is aborted before its answer leaves no child", async (t) => {
@@ -93,6 +103,7 @@ test("children that a fork made before it gave up end as soon as the daemon answ
 test("children of a fork whose daemon restarts in the middle end when it is back", async (t) => {
   let asked = 0;
   const { sandbox, ids, stop, restart } = await source(t, {
+    listen: await socketOf(t),
     hold: () => {
       if (++asked === 1) stop();
     },
@@ -120,7 +131,7 @@ test("children of a fork whose daemon is busy after a broken connection end", as
 });
 
 test("a fork that was never sent is not undone", async (t) => {
-  const { sandbox, ids, stop, restart, requests } = await source(t);
+  const { sandbox, ids, stop, restart, requests } = await source(t, { listen: await socketOf(t) });
   stop();
   await assert.rejects(sandbox.fork(2), forkd.DaemonUnreachableError);
   await restart();
