@@ -149,8 +149,9 @@ test("a program that ends at a time-out leaves no child", async (t) => {
   });
   const program = `
     import { Client, Sandbox } from "@forkd/sdk";
-    const client = new Client({ url: ${JSON.stringify(url)}, token: "t", timeoutSecs: 0.2 });
-    await (await Sandbox.connect("sb0", { client })).fork(3);
+    const options = { url: ${JSON.stringify(url)}, token: "t" };
+    const info = await new Client(options).getSandbox("sb0");
+    await new Sandbox(new Client({ ...options, timeoutSecs: 0.4 }), info).fork(3);
   `;
   const { status, printed } = await runs(program, "stderr");
   assert.equal(status, 1);
