@@ -367,7 +367,7 @@ test("a console may be silent for longer than fetch waits", async (t) => {
   t.after(() => (globalThis[slot] = usual));
   globalThis[slot] = new usual.constructor({ bodyTimeout: 500 });
   let seen = "";
-  for await (const text of client({ timeoutSecs: 1 }).followConsole("sb1")) seen += text;
+  for await (const text of client({ timeoutSecs: 2 }).followConsole("sb1")) seen += text;
   assert.equal(seen, "one\ntwo\n");
 });
 

@@ -80,8 +80,9 @@ export async function serve(handle, { socket, upgrade, listen = [0, "127.0.0.1"]
       server.close();
       for (const connection of connections) connection.destroy();
     },
+    /** For a server on a unix socket: another program may have taken a port meanwhile. */
     restart: async () => {
-      server.listen(typeof address === "string" ? address : address.port, ...listen.slice(1));
+      server.listen(...listen);
       await once(server, "listening");
     },
     end: async () => {
@@ -102,7 +103,7 @@ export async function served(test, handle, options) {
 }
 
 /** A daemon that creates sandboxes in a table, with idempotency keys. `hold` sees each creation before its answer. It does not end what `keeps`. */
-export async function daemon(test, { hold = async () => {}, fail = () => undefined, keeps = () => false } = {}) {
+export async function daemon(test, { hold = async () => {}, fail = () => undefined, keeps = () => false, listen } = {}) {
   const sandboxes = new Map();
   const answers = new Map();
   let count = 0;
@@ -147,7 +148,7 @@ export async function daemon(test, { hold = async () => {}, fail = () => undefin
     }
     if (exchange.method === "GET" && what === "") return exchange.answer(200, sandboxes.get(id));
     return exchange.refuse(404, "route_not_found");
-  });
+  }, { listen });
   return Object.assign(server, { sandboxes, answers });
 }
 
