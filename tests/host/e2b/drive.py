@@ -422,15 +422,19 @@ async def wakes(template):
 
 
 async def closed():
-    """A sandbox without a network, and a request that is repeated with its key."""
+    """A sandbox without a network: nor has its child, also after a pause. And a request that is repeated with its key."""
     more = {"allow_internet_access": False, "idempotency_key": f"drive-{MARK['run']}"}
     sandbox = await AsyncSandbox.create(TEMPLATE, timeout=600, **more)
     again = await AsyncSandbox.create(TEMPLATE, timeout=600, **more)
     assert again.sandbox_id == sandbox.sandbox_id, "one request, done once"
-    carrier = await sandbox.commands.run("cat /sys/class/net/eth0/carrier")
-    assert carrier.stdout == "0\n", "its network card is connected to nothing"
-    assert (await sandbox.get_info()).allow_internet_access is False
-    await sandbox.kill()
+    [child] = await sandbox.fork(count=1, timeout=600)
+    assert await child.pause() is True
+    resumed = await AsyncSandbox.connect(child.sandbox_id, timeout=600)
+    for it in (sandbox, resumed):
+        carrier = await it.commands.run("cat /sys/class/net/eth0/carrier")
+        assert carrier.stdout == "0\n", "its network card is connected to nothing"
+        assert (await it.get_info()).allow_internet_access is False
+        await it.kill()
 
 
 async def bad_input():
