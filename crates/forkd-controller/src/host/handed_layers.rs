@@ -37,7 +37,7 @@ impl Handed {
 
     /// Records `layer`, which is about to be passed to a process.
     pub(crate) fn add(&self, layer: impl AsFd) -> Result<()> {
-        let failed = |error| Error::host("cannot look at a disk layer", error);
+        let failed = |error| Error::host("cannot read the attributes of a disk layer", error);
         let layer = File::from(layer.as_fd().try_clone_to_owned().map_err(failed)?);
         let id = id(&layer.metadata().map_err(failed)?);
         let mut known = self.0.lock();
@@ -78,7 +78,7 @@ fn id(meta: &Metadata) -> (u64, u64) {
 pub(crate) async fn are_kept(layers: &[OwnedFd]) -> Result<bool> {
     let copies: io::Result<Vec<File>> =
         layers.iter().map(|layer| Ok(File::from(layer.try_clone()?))).collect();
-    let failed = |error| Error::host("cannot look at a disk layer", error);
+    let failed = |error| Error::host("cannot read the attributes of a disk layer", error);
     let copies = copies.map_err(failed)?;
     blocking("looking at disk layers", move || {
         for layer in &copies {

@@ -261,7 +261,7 @@ fn check_rootfs(path: &Path, disk: File) -> Result<File> {
     match disk.metadata() {
         Ok(meta) if meta.is_file() && meta.len() > 0 && meta.len() % SECTOR == 0 => Ok(disk),
         _ => Err(Error::invalid(format!(
-            "{} is no disk: give a regular file of whole sectors of {SECTOR} bytes, with an ext4 file system",
+            "{} is not a disk image: give a regular file of whole sectors of {SECTOR} bytes, with an ext4 file system",
             path.display()
         ))),
     }

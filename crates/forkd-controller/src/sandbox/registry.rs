@@ -223,7 +223,7 @@ impl Registry {
             WarmAtBoot::Command => bringup::start_of(&of_image()),
         };
         let reservation =
-            reservations.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
+            reservations.pop().ok_or_else(|| Error::host("making a sandbox", "no place was reserved"))?;
         Ok(self.add(reservation, sandbox, SandboxOrigin::Boot { assets, warm, lasting, envs }))
     }
 

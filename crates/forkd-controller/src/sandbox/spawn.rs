@@ -170,7 +170,7 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
     refused(missing);
     let reason = match (missing, reservations.is_empty()) {
         (0, _) => None,
-        (_, true) => return Err(reason.unwrap_or_else(|| Error::host("forking", "no room was reserved"))),
+        (_, true) => return Err(reason.unwrap_or_else(|| Error::host("forking", "no place was reserved"))),
         (_, false) => reason,
     };
     let (give, given) = mpsc::unbounded_channel();

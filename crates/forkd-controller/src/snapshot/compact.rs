@@ -17,7 +17,7 @@ impl SnapshotRegistry {
         who: &Principal,
     ) -> Result<Arc<Entry>> {
         if tag == to {
-            return Err(Error::invalid("`to` must be another tag"));
+            return Err(Error::invalid("`to` names the snapshot itself; give a new tag"));
         }
         let from = self.usable(tag, who)?;
         let owner = Some(from.owner()).filter(|owner| owner != SHARED).unwrap_or_else(|| who.owner.clone());

@@ -375,7 +375,8 @@ impl Workspaces {
         let mut spawned = start_children(&self.registry, &self.snapshots, spec).await?;
         let error = spawned.errors.pop().map(|(_, error)| error);
         let bound = spawned.children.pop();
-        bound.ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned none")))
+        bound
+            .ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned no child")))
     }
 
     /// Resumes a workspace: forks a sandbox from its last state.

@@ -93,7 +93,7 @@ pub(super) async fn fork(
             let bound = spawned
                 .children
                 .pop()
-                .ok_or_else(|| Error::host("cannot fork", "the spawn returned none"))?;
+                .ok_or_else(|| Error::host("cannot fork", "the spawn returned no child"))?;
             bound.release();
             Ok((id.clone(), Connected::new(&id, &state)))
         };

@@ -115,7 +115,7 @@ pub(super) async fn create(
     let error = spawned.errors.pop().map(|(_, error)| error);
     let bound = spawned.children.pop();
     let bound = bound
-        .ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned none")))?;
+        .ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned no child")))?;
     bound.release();
     Ok(created(&id, &state))
 }
