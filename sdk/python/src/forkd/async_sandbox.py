@@ -231,7 +231,6 @@ class AsyncSandbox:
         >>> one, other = await sandbox.fork(2)
         >>> await one.eval("plan + ['think']"), await other.eval("plan")
         (['read', 'think'], ['read'])
-        one_of("on_error", on_error, "raise", "return")
         >>> await asyncio.gather(one.kill(), other.kill())
         [None, None]
         """
