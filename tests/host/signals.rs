@@ -1,5 +1,6 @@
 //! A daemon that is stopped while a request is under way; and its log, as programs read it.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
@@ -19,13 +20,17 @@ struct Served {
 impl Served {
     fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let log = std::fs::File::create(folder.path().join("log")).unwrap();
+        let log = File::create(folder.path().join("log")).unwrap();
+        let served = Served::logging_to(log, folder);
+        eventually("the daemon to be ready", || served.said("forkd is ready"));
+        served
+    }
+
+    fn logging_to(log: File, folder: tempfile::TempDir) -> Self {
         let mut command = Command::new(binary("forkd"));
         command.env("FORKD_DATA_DIR", folder.path()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         command.args(["serve", "--bind", "127.0.0.1:0", "--log-format", "json"]);
-        let served = Served { daemon: command.spawn().unwrap(), folder };
-        eventually("the daemon to be ready", || served.said("forkd is ready"));
-        served
+        Served { daemon: command.spawn().unwrap(), folder }
     }
 
     fn log(&self) -> Vec<Value> {
@@ -96,4 +101,23 @@ fn every_line_of_the_log_has_the_fields_that_readers_know() {
     let mut ready = names(&served.said("forkd is ready").unwrap());
     ready.sort();
     assert_eq!(ready, ["address", "data", "level", "message", "socket", "target", "ts"]);
+}
+
+#[test]
+fn a_daemon_whose_log_cannot_be_written_serves_all_the_same() {
+    if !can_run(test_name!()) {
+        return;
+    }
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let mut served = Served::logging_to(full, tempfile::tempdir().unwrap());
+    let socket = served.folder.path().join("forkd.sock");
+    eventually("an answer", || {
+        let mut stream = UnixStream::connect(&socket).ok()?;
+        stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
+        let mut answer = [0; 12];
+        stream.read_exact(&mut answer).ok()?;
+        (&answer == b"HTTP/1.1 200").then_some(())
+    });
+    served.signal(Signal::TERM);
+    assert_eq!(served.daemon.wait().unwrap().code(), Some(0));
 }

@@ -23,7 +23,13 @@ const LAST_THREADS: Duration = Duration::from_secs(10);
 /// Runs the daemon until a signal stops it.
 pub(crate) fn serve(context: &Context, args: ServeArgs) -> Result<()> {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        // The report of a line that is not written would go to the same place, and panic there: a disk that is full of
+        // logs must end no sandbox.
+        .log_internal_errors(false);
     match args.log_format {
         LogFormat::Text => log.init(),
         LogFormat::Json => log.fmt_fields(Json).event_format(Json).init(),
